@@ -1,0 +1,59 @@
+"""The normalisers by name. A new variant is one line here."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+
+from attnorm.normalizers.constant import Sink, SoftmaxPlusN
+from attnorm.normalizers.lp import LInf, Lp, make_lp
+from attnorm.normalizers.rule import Normalizer
+
+_RULES = {
+    "softmax": lambda: Lp(1.0),
+    "l2": lambda: Lp(2.0),
+    "lp": make_lp,
+    "linf": LInf,
+    "softmax_plus_n": SoftmaxPlusN,
+    "sink": Sink,
+}
+
+
+def normalizer_names() -> tuple[str, ...]:
+    """The names that :func:`get_normalizer` knows.
+
+    >>> from attnorm import normalizer_names
+    >>> "l2" in normalizer_names()
+    True
+    """
+    return tuple(_RULES)
+
+
+def get_normalizer(name: str, **params) -> Normalizer:
+    """The normaliser of that name, with its parameters.
+
+    Args:
+      name: one of :func:`normalizer_names`.
+      **params: the parameters of the function of that name, as ``p`` of :func:`attnorm.lp`. Python numbers are
+        static; arrays are pytree leaves, which can be traced, mapped and differentiated, and which the attention
+        takes as a scalar or per head, shape (N,).
+
+    Raises:
+      ValueError: an unknown name, or a parameter out of range.
+      TypeError: a parameter that the normaliser does not have, or of a wrong type.
+
+    >>> from attnorm import get_normalizer
+    >>> get_normalizer("lp", p=3)
+    Lp(p=3.0)
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"normalizer must be a name or a Normalizer, got {name!r}")
+    if name not in _RULES:
+        close = difflib.get_close_matches(name, _RULES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"normalizer must be one of {', '.join(_RULES)}, got {name!r}{hint}")
+    accepted = inspect.signature(_RULES[name]).parameters
+    for param in params:
+        if param not in accepted:
+            raise TypeError(f"normalizer {name!r} has parameters {list(accepted)}, got {param!r}")
+    return _RULES[name](**params)

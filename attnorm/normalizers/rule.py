@@ -1,0 +1,183 @@
+"""The one-pass rule: what a normaliser says about one logit, and the dense weights that follow from it.
+
+A normaliser is three scalar functions of a logit ``s`` and a reference ``m`` (the row's running maximum):
+
+    numerator     f(s, m)
+    statistics    h_k(s, m),  summed over the visible keys of a row
+    finaliser     g(Σ h, m)
+
+and the weights are ``g · f``. The dense weights below, the O(T)-memory attention and the fused kernels
+are all derived from these three, gradients included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+
+def is_array(value: Any) -> bool:
+    """Whether a parameter is a pytree leaf (an array) rather than a static Python number."""
+    return isinstance(value, (jax.Array, np.ndarray))
+
+
+def checked_parameter(
+    name: str, value: float | Array, wanted: str, accept: Callable[[Array], Array]
+) -> float | Array:
+    """The parameter as a Python float or a floating point array; values known now must satisfy ``accept``."""
+    if is_array(value):
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{name} must be a number or a floating point array, got dtype {value.dtype}")
+        if not isinstance(value, jax.core.Tracer) and not np.all(accept(np.asarray(value, np.float64))):
+            raise ValueError(f"{name} must be {wanted} and finite everywhere, got {value}")
+        return value
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number or an array, got {value!r}")
+    if not accept(value):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    return float(value)
+
+
+class Normalizer:
+    """Base class of the rules: a frozen dataclass that is also a pytree.
+
+    A parameter given as a Python number is static: part of the tree structure, compared by value, so equal
+    instances share one compilation. A parameter given as an array is a leaf: it can be traced, mapped,
+    differentiated and given per head.
+
+    Every function is elementwise over its arguments, which broadcast against each other. ``m`` is constant
+    under differentiation, because no output depends on it.
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        jax.tree_util.register_pytree_with_keys(cls, cls._flatten, cls._unflatten)
+
+    # The rule.
+
+    def terms(self, s: Array, m: Array) -> tuple[Array, tuple[Array, ...]]:
+        """Numerator and statistics of one logit: ``f, (h_0, ...)``. Both vanish at ``s = -inf``."""
+        raise NotImplementedError
+
+    def finalize(self, stats: tuple[Array, ...], m: Array) -> Array:
+        """The row factor g, from the summed statistics. 0, with zero gradients, for an empty row."""
+        raise NotImplementedError
+
+    def log_norm(self, stats: tuple[Array, ...], m: Array) -> Array | None:
+        """The log-norm λ with ``weights = exp(s - λ)``, or None where the weights have no such form."""
+        return None
+
+    def start(self, floor: float) -> Array | float:
+        """The reference m of a row before its first key: a finite floor, so that no inf - inf can arise."""
+        return floor
+
+    def rescale(self, m_old: Array, m_new: Array) -> tuple[Array, tuple[Array, ...]]:
+        """Factors that carry the numerator and the statistics from one reference to a larger one.
+
+        Terms are homogeneous in exp(s), so what a past row sum owes is what a key of logit m_old would.
+        """
+        return self.terms(m_old, m_new)
+
+    # Dense weights.
+
+    def weights(
+        self, logits: Float[Array, "..."], *, axis: int = -1, where: Bool[Array, "..."] | None = None
+    ) -> Float[Array, "..."]:
+        """The normalised weights along ``axis``; keys where ``where`` is False are as if removed.
+
+        Array parameters broadcast against the logits. Computed in float32 (float64 for float64 logits) and
+        returned in the dtype of the logits.
+
+        Raises:
+          TypeError: logits that are not floating point, or a ``where`` that is not boolean.
+          ValueError: an axis out of range, or a ``where`` that does not broadcast to the logits.
+        """
+        logits = jnp.asarray(logits)
+        if not jnp.issubdtype(logits.dtype, jnp.floating):
+            raise TypeError(f"logits must be floating point, got {logits.dtype}")
+        if not -logits.ndim <= axis < logits.ndim:
+            raise ValueError(f"axis must be in [-{logits.ndim}, {logits.ndim}), got {axis}")
+        if where is not None:
+            where = jnp.asarray(where)
+            if where.dtype != jnp.bool_:
+                raise TypeError(f"where must be boolean, got {where.dtype}")
+            if np.broadcast_shapes(logits.shape, where.shape) != logits.shape:
+                raise ValueError(f"where must broadcast to logits {logits.shape}, got {where.shape}")
+        dtype = jnp.promote_types(logits.dtype, jnp.float32)
+        rule = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self)
+        f, g, _ = evaluate(rule, logits.astype(dtype), where, axis=axis)
+        weights = f * g
+        if where is not None:  # again, so that a NaN cotangent at a hidden key stops here
+            weights = jnp.where(where, weights, 0)
+        return weights.astype(logits.dtype)
+
+    # The pytree.
+
+    def _flatten(self):
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in values if is_array(value)]
+        static = tuple((name, None if is_array(value) else value) for name, value in values)
+        return leaves, static
+
+    @classmethod
+    def _unflatten(cls, static, leaves):
+        self = object.__new__(cls)
+        leaves = iter(leaves)
+        for name, value in static:
+            object.__setattr__(self, name, next(leaves) if value is None else value)
+        return self
+
+
+def evaluate(
+    normalizer: Normalizer, s: Array, visible: Array | None, axis: int = -1
+) -> tuple[Array, Array, Array | None]:
+    """Numerators f, row factor g and log-norm λ of dense logits; the row axis is kept with size 1."""
+    floor = float(jnp.finfo(s.dtype).min)
+    if visible is not None:
+        s = jnp.where(visible, s, -jnp.inf)
+    m = jnp.max(s, axis=axis, keepdims=True, initial=-jnp.inf)
+    m = jax.lax.stop_gradient(jnp.maximum(m, normalizer.start(floor)))
+    f, stats = normalizer.terms(s, m)
+    if visible is not None:
+        f = jnp.where(visible, f, 0)
+        stats = tuple(jnp.where(visible, h, 0) for h in stats)
+    stats = tuple(jnp.sum(h, axis=axis, keepdims=True) for h in stats)
+    return f, normalizer.finalize(stats, m), normalizer.log_norm(stats, m)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Attention over some of the keys: ``Σ f v``, the reference m, and the statistics of each row.
+
+    ``accumulator`` has shape (..., Hv), ``m`` and every statistic shape (..., 1).
+    """
+
+    accumulator: Array
+    m: Array
+    stats: tuple[Array, ...]
+
+    def finalize(self, normalizer: Normalizer) -> tuple[Array, Array | None]:
+        """The attention output (..., Hv) and its log-norm (..., 1)."""
+        return self.accumulator * normalizer.finalize(self.stats, self.m), normalizer.log_norm(
+            self.stats, self.m
+        )
+
+
+def merge(normalizer: Normalizer, a: Partial, b: Partial) -> Partial:
+    """The partial result over the union of two disjoint key sets; exact and associative."""
+    m = jnp.maximum(a.m, b.m)
+    factor_a, factors_a = normalizer.rescale(a.m, m)
+    factor_b, factors_b = normalizer.rescale(b.m, m)
+    stats = tuple(
+        h_a * r_a + h_b * r_b
+        for h_a, r_a, h_b, r_b in zip(a.stats, factors_a, b.stats, factors_b, strict=True)
+    )
+    return Partial(a.accumulator * factor_a + b.accumulator * factor_b, m, stats)
