@@ -19,6 +19,8 @@ from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array
 _LARGEST_MULTIPLIED_POWER = 8
 # Finite, so that the slope d · exp(p d) of a key with logit -inf is 0 and not inf · 0.
 _LOWEST_DIFFERENCE = -1e30
+# A backward pass that recomputes its logits may round them otherwise than the forward pass did.
+_TIE_TOLERANCE = 32
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class LInf(Normalizer):
     """
 
     def terms(self, s, m):
-        at_maximum = s == m
+        tolerance = _TIE_TOLERANCE * float(jnp.finfo(s.dtype).eps) * jnp.maximum(1, jnp.abs(m))
+        at_maximum = s >= m - tolerance
         finite = jnp.where(at_maximum, s, 0)
         count = jnp.where(at_maximum, 1 + finite - jax.lax.stop_gradient(finite), 0)
         return jnp.exp(s - m), (count.astype(s.dtype),)

@@ -121,9 +121,12 @@ class Normalizer:
     # The pytree.
 
     def _flatten(self):
+        # Whatever is not a number is a leaf: JAX also unflattens with placeholders in place of arrays.
         values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in values if is_array(value)]
-        static = tuple((name, None if is_array(value) else value) for name, value in values)
+        static = tuple((name, value if isinstance(value, float) else None) for name, value in values)
+        leaves = [
+            (jax.tree_util.GetAttrKey(name), value) for name, value in values if not isinstance(value, float)
+        ]
         return leaves, static
 
     @classmethod

@@ -1,0 +1,32 @@
+"""What differs between the supported releases of JAX (0.10.2 to 0.12), in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mesh axes over which some array of the tree varies inside ``jax.shard_map``; else empty."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
+
+
+def vary(tree: Any, axes: frozenset[str]) -> Any:
+    """The tree with every array varying over at least these axes."""
+
+    def cast(x):
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def vary_alike(tree: Any) -> Any:
+    """The tree with every array varying over the axes of all; the transpose sums the cotangents back."""
+    return vary(tree, varying_axes(tree))
+
+
+def vary_like(tree: Any, other: Any) -> Any:
+    """The tree with every array varying at least over the axes of ``other``."""
+    return vary(tree, varying_axes(other))

@@ -1,0 +1,440 @@
+"""O(T)-memory attention for any one-pass normaliser in plain JAX, with an exact custom VJP.
+
+Tiles of queries meet tiles of keys; the logits of one tile pair are all that ever exists of the T × S matrix.
+Tiles in which nothing is visible are never visited, and only those that need it are masked. The backward pass
+recomputes each tile from q, k and the row state, by automatic differentiation of the rule's scalar functions.
+
+Axes: B batch, K key heads, G query heads per key head, T queries, S keys, H and Hv head dims; i and j are the
+positions inside a tile. Arrays cut into tiles have the tile's number as their first axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from attnorm import _compat
+from attnorm.dropout import Dropout
+from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
+from attnorm.masks import Visibility, slice_tile
+from attnorm.normalizers.rule import Normalizer, Partial
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """How many queries and keys a tile holds at most."""
+
+    query: int
+    key: int
+
+    def __post_init__(self):
+        for name, size in (("query", self.query), ("key", self.key)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"block size {name} must be a positive int, got {size!r}")
+
+
+def default_block_sizes(num_queries: int, num_keys: int) -> BlockSizes:
+    """Larger tiles amortise the rescaling of the output, until they leave the cache."""
+    size = 256 if max(num_queries, num_keys) <= 2048 else 512
+    return BlockSizes(size, size)
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    bias: Float[Array, "b n t s"] | None,
+    visibility: Visibility,
+    normalizer: Normalizer,
+    *,
+    scale: float,
+    logits_soft_cap: float | None,
+    dropout: Dropout | None,
+    precision,
+    block_sizes: BlockSizes | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"] | None]:
+    """Output in query's dtype, and the log-norm in float32 or wider. No dimension may be 0."""
+    sizes = _sizes(query, key, block_sizes)
+    static = _Static(sizes, scale, logits_soft_cap, precision)
+    arrays = (query, key, value, bias, normalizer, visibility, dropout)
+    # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
+    return _attend(static, *_compat.vary_alike(arrays))
+
+
+def partial_attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    bias: Float[Array, "b n t s"] | None,
+    visibility: Visibility,
+    normalizer: Normalizer,
+    *,
+    scale: float,
+    logits_soft_cap: float | None,
+    precision,
+    block_sizes: BlockSizes | None = None,
+) -> Partial:
+    """The row state over these keys only, (B, T, N, ...), to be merged with that over others. Not differentiable."""
+    sizes = _sizes(query, key, block_sizes)
+    static = _Static(sizes, scale, logits_soft_cap, precision)
+    state = _forward(static, query, key, value, bias, normalizer, visibility, None)
+    return jax.tree.map(lambda x: _from_query_tiles(sizes, x), state)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Dimensions, and how they are cut: nq tiles of bq queries, nk tiles of bk keys."""
+
+    B: int
+    T: int
+    S: int
+    K: int
+    G: int
+    bq: int
+    bk: int
+
+    @property
+    def nq(self):
+        return -(-self.T // self.bq)
+
+    @property
+    def nk(self):
+        return -(-self.S // self.bk)
+
+
+@dataclass(frozen=True)
+class _Static:
+    sizes: _Sizes
+    scale: float
+    logits_soft_cap: float | None
+    precision: Any
+
+
+def _sizes(query, key, block_sizes):
+    B, T, N, _ = query.shape
+    _, S, K, _ = key.shape
+    blocks = block_sizes or default_block_sizes(T, S)
+    return _Sizes(B, T, S, K, N // K, _even_block(T, blocks.query), _even_block(S, blocks.key))
+
+
+def _even_block(length, largest):
+    """Tiles of equal size, so that the last one is not mostly padding."""
+    if length <= largest:
+        return length
+    size = -(-length // -(-length // largest))
+    return min(largest, -(-size // 8) * 8)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, query, key, value, bias, normalizer, visibility, dropout):
+    state = _forward(static, query, key, value, bias, normalizer, visibility, dropout)
+    return _finish(static, state, normalizer, query.dtype)
+
+
+def _finish(static, state, normalizer, dtype):
+    sizes = static.sizes
+    output, log_norm = state.finalize(_over_rows(normalizer, sizes))
+    output = _from_query_tiles(sizes, output).astype(dtype)
+    return output, None if log_norm is None else jnp.squeeze(_from_query_tiles(sizes, log_norm), -1)
+
+
+def _attend_forward(static, query, key, value, bias, normalizer, visibility, dropout):
+    state = _forward(static, query, key, value, bias, normalizer, visibility, dropout)
+    output, log_norm = _finish(static, state, normalizer, query.dtype)
+    output = checkpoint_name(output, "attnorm_output")
+    rows = checkpoint_name((state.m, state.stats), "attnorm_row_state")
+    residuals = (query, key, value, bias, normalizer, visibility, dropout, output, rows)
+    return (output, log_norm), residuals
+
+
+def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -> Partial:
+    """The row state of all queries over all keys, by tiles of queries."""
+    sizes = static.sizes
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
+    bias = _padded_bias(bias, sizes)
+    rule = _over_rows(normalizer, sizes)
+    # Narrow inputs are widened once: CPUs multiply float32 faster, and nothing is rounded in between.
+    queries = _query_tiles(sizes, query.astype(dtype) * scale_of(static, dtype))
+    keys, values = _key_tiles(sizes, key.astype(dtype)), _key_tiles(sizes, value.astype(dtype))
+
+    def query_tile(i):
+        q = queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
+
+        def key_tile(j, state, masked):
+            k, v = keys[j], values[j]
+            s = _dot("bkih,bkjh->bkij", q, k, static).reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk)
+            if bias is not None:
+                s = s + _grouped(slice_tile(bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
+            if static.logits_soft_cap is not None:
+                s = static.logits_soft_cap * jnp.tanh(s / static.logits_soft_cap)
+            if masked:
+                visible = _grouped(padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
+                s = jnp.where(visible, s, -jnp.inf)
+            m = jnp.maximum(state.m, jnp.max(s, axis=-1, keepdims=True))
+            f, stats = rule.terms(s, m)
+            factor, factors = rule.rescale(state.m, m)
+            stats = tuple(
+                old * r + jnp.sum(h, axis=-1, keepdims=True)
+                for old, r, h in zip(state.stats, factors, stats, strict=True)
+            )
+            if dropout is not None:
+                f = f * _dropout_tile(dropout, sizes, i, j, dtype)
+            accumulator = state.accumulator * factor + _dot(
+                "bkij,bkjh->bkih",
+                f.reshape(sizes.B, sizes.K, sizes.G * sizes.bq, sizes.bk),
+                finite_or_zero(v) if masked else v,
+                static,
+            ).reshape(state.accumulator.shape)
+            if masked:
+                sees_marked = visible & has_nonfinite(v)[:, :, None, None, :]
+                accumulator += nan_where(jnp.any(sees_marked, axis=-1, keepdims=True), dtype)
+            return Partial(accumulator, m, stats)
+
+        return _loop(
+            padded.key_spans(i * sizes.bq, sizes.bq, sizes.bk, sizes.nk),
+            key_tile,
+            _empty_state(rule, sizes, values, dtype),
+        )
+
+    return _stacked(query_tile, sizes.nq)
+
+
+def _attend_backward(static, residuals, cotangents):
+    """dq, dk, dv, dbias and the parameters' gradients, by tiles of keys.
+
+    Tiles are transposed (keys × queries), because CPUs multiply slowly by a transposed left side: so dv and dk
+    need no transpose, and dq is accumulated transposed from keys transposed once.
+    """
+    query, key, value, bias, normalizer, visibility, dropout, output, (m, stats) = residuals
+    d_output, d_log_norm = cotangents
+    sizes = static.sizes
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
+    padded_bias = _padded_bias(bias, sizes)
+    scale = scale_of(static, dtype)
+
+    # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
+    queries = _query_tiles(sizes, query.astype(dtype) * scale)
+    d_outputs = _query_tiles(sizes, d_output.astype(dtype))
+    delta = jnp.sum(d_outputs * _query_tiles(sizes, output.astype(dtype)), axis=-1, keepdims=True)
+    factor, pull_factor = jax.vjp(
+        lambda stats, rule: _over_rows(rule, sizes).finalize(stats, m), stats, normalizer
+    )
+    d_stats, d_normalizer = pull_factor(delta / jnp.where(factor == 0, 1, factor))
+    if d_log_norm is not None:
+        _, pull_log_norm = jax.vjp(
+            lambda stats, rule: _over_rows(rule, sizes).log_norm(stats, m), stats, normalizer
+        )
+        more = pull_log_norm(_query_tiles(sizes, d_log_norm.astype(dtype)[..., None]))
+        d_stats, d_normalizer = jax.tree.map(jnp.add, (d_stats, d_normalizer), more)
+    d_outputs = d_outputs * factor
+
+    keys, values = _key_tiles(sizes, key.astype(dtype)), _key_tiles(sizes, value.astype(dtype))
+    finite_queries = finite_or_zero(queries)
+    finite_keys_transposed = jnp.swapaxes(finite_or_zero(keys), -1, -2)
+    m, d_stats = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 3), (m, d_stats))  # (nq, B, K, 1, G, bq)
+    rule = _over_rows(normalizer, sizes, transposed=True)
+    flat = (sizes.B, sizes.K, sizes.bk, sizes.G * sizes.bq)
+
+    def key_tile(carry, j):
+        k, v, k_transposed = keys[j], values[j], finite_keys_transposed[j]
+
+        def query_tile(i, carry, masked):
+            dq_transposed, d_bias, d_rule, dk, dv = carry
+            q = queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
+            d_out = d_outputs[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
+            s = _dot("bkjh,bkih->bkji", k, q, static).reshape(sizes.B, sizes.K, sizes.bk, sizes.G, sizes.bq)
+            if padded_bias is not None:
+                tile = slice_tile(padded_bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
+                s = s + _transposed(_grouped(tile, sizes))
+            if static.logits_soft_cap is not None:
+                capped = jnp.tanh(s / static.logits_soft_cap)
+                s = static.logits_soft_cap * capped
+            if masked:
+                visible = padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
+                visible = _transposed(_grouped(visible, sizes))
+                s = jnp.where(visible, s, -jnp.inf)
+            # Parameters are spread over the tile, so that the gradient of a hidden pair can be dropped.
+            spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), rule)
+            (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m[i]), s, spread)
+            df = _dot("bkjh,bkih->bkji", v, d_out, static).reshape(s.shape)
+            if dropout is not None:
+                kept = _transposed(_dropout_tile(dropout, sizes, i, j, dtype))
+                f, df = f * kept, df * kept
+            ds, d_spread = pull((df, tuple(jnp.broadcast_to(d[i], s.shape) for d in d_stats)))
+            if static.logits_soft_cap is not None:
+                ds = ds * (1 - jnp.square(capped))
+            if masked:
+                ds, d_spread = jax.tree.map(lambda x: jnp.where(visible, x, 0), (ds, d_spread))
+            d_rule = jax.tree.map(lambda total, x: total + _sum_to(x, total.shape), d_rule, d_spread)
+            if d_bias is not None:
+                d_bias = _add_bias_tile(d_bias, ds, sizes, i, j)
+            dv += _dot("bkji,bkih->bkjh", f.reshape(flat), d_out, static)
+            ds = ds.reshape(flat)
+            q = finite_queries[i].reshape(q.shape)
+            dk += _dot("bkji,bkih->bkjh", ds, q, static)
+            dq_transposed = dq_transposed.at[i].add(_dot("bkhj,bkji->bkhi", k_transposed, ds, static))
+            return dq_transposed, d_bias, d_rule, dk, dv
+
+        zeros = jnp.zeros_like(k), jnp.zeros_like(v)
+        *carry, dk, dv = _loop(
+            padded.query_spans(j * sizes.bk, sizes.bk, sizes.bq, sizes.nq), query_tile, (*carry, *zeros)
+        )
+        return tuple(carry), (dk, dv)
+
+    dq_shape = (sizes.nq, sizes.B, sizes.K, query.shape[-1], sizes.G * sizes.bq)
+    zeros = (
+        jnp.zeros(dq_shape, dtype),
+        None if bias is None else jnp.zeros(padded_bias.shape, dtype),
+        jax.tree.map(jnp.zeros_like, rule),
+    )
+    (dq_transposed, d_bias, d_rule), (dk, dv) = _scan(
+        key_tile, _compat.vary_like(zeros, query), sizes.nk
+    )
+
+    dq = jnp.swapaxes(dq_transposed, -1, -2).reshape(*dq_shape[:3], sizes.G, sizes.bq, -1)
+    dq = _from_query_tiles(sizes, dq * scale).astype(query.dtype)
+    dk = _from_key_tiles(sizes, dk).astype(key.dtype)
+    dv = _from_key_tiles(sizes, dv).astype(value.dtype)
+    if d_bias is not None:
+        d_bias = d_bias[..., : bias.shape[-2], : bias.shape[-1]].astype(bias.dtype)
+    d_normalizer = jax.tree.map(lambda a, b: a + b.reshape(a.shape), d_normalizer, d_rule)
+    return dq, dk, dv, d_bias, d_normalizer, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+# Layout.
+
+
+def scale_of(static, dtype):
+    return jnp.asarray(static.scale, dtype)
+
+
+def _query_tiles(sizes, x):
+    """(B, T, N, ...) -> (nq, B, K, G, bq, ...), padded with zeros."""
+    B, T, N = x.shape[:3]
+    x = jnp.pad(x, [(0, 0), (0, sizes.nq * sizes.bq - T)] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(B, sizes.nq, sizes.bq, sizes.K, sizes.G, *x.shape[3:])
+    return jnp.moveaxis(x, (1, 2), (0, 4))
+
+
+def _from_query_tiles(sizes, x):
+    """(nq, B, K, G, bq, ...) -> (B, T, N, ...)."""
+    x = jnp.moveaxis(x, (0, 4), (1, 2))
+    x = x.reshape(sizes.B, sizes.nq * sizes.bq, sizes.K * sizes.G, *x.shape[5:])
+    return x[:, : sizes.T]
+
+
+def _key_tiles(sizes, x):
+    """(B, S, K, H) -> (nk, B, K, bk, H), padded with zeros."""
+    B, S, K, H = x.shape
+    x = jnp.pad(x, [(0, 0), (0, sizes.nk * sizes.bk - S), (0, 0), (0, 0)])
+    return jnp.transpose(x.reshape(B, sizes.nk, sizes.bk, K, H), (1, 0, 3, 2, 4))
+
+
+def _from_key_tiles(sizes, x):
+    """(nk, B, K, bk, H) -> (B, S, K, H)."""
+    x = jnp.transpose(x, (1, 0, 3, 2, 4))
+    return x.reshape(sizes.B, sizes.nk * sizes.bk, sizes.K, -1)[:, : sizes.S]
+
+
+def _grouped(x, sizes):
+    """(b, n, i, j) -> (b, K|1, G|1, i, j)."""
+    if x.shape[1] == 1:
+        return x[:, :, None]
+    return x.reshape(x.shape[0], sizes.K, sizes.G, *x.shape[2:])
+
+
+def _transposed(x):
+    """(b, k, g, i, j) -> (b, k, j, g, i)."""
+    return jnp.moveaxis(x, -1, 2)
+
+
+def _over_rows(normalizer, sizes, transposed=False):
+    """Parameters of shape () or (N,) against (B, K, G, i, j), or transposed against (B, K, j, G, i)."""
+    shape = (1, sizes.K, 1, sizes.G, 1) if transposed else (1, sizes.K, sizes.G, 1, 1)
+    return jax.tree.map(lambda leaf: leaf.reshape(shape) if leaf.ndim else leaf, normalizer)
+
+
+def _padded_bias(bias, sizes):
+    if bias is None:
+        return None
+    widths = [(0, 0), (0, 0)]
+    for size, length in ((bias.shape[2], sizes.nq * sizes.bq), (bias.shape[3], sizes.nk * sizes.bk)):
+        widths.append((0, 0 if size == 1 else length - size))
+    return jnp.pad(bias, widths).astype(jnp.promote_types(bias.dtype, jnp.float32))
+
+
+def _add_bias_tile(d_bias, ds, sizes, i, j):
+    """Adds a transposed tile of logit gradients, summed over the axes along which the bias is broadcast."""
+    tile = jnp.moveaxis(ds, 2, -1).reshape(sizes.B, sizes.K * sizes.G, sizes.bq, sizes.bk)
+    start = (0, 0, 0 if d_bias.shape[2] == 1 else i * sizes.bq, 0 if d_bias.shape[3] == 1 else j * sizes.bk)
+    shape = [1 if full == 1 else size for full, size in zip(d_bias.shape, tile.shape, strict=True)]
+    old = jax.lax.dynamic_slice(d_bias, start, shape)
+    return jax.lax.dynamic_update_slice(d_bias, old + _sum_to(tile, shape), start)
+
+
+def _sum_to(x, shape):
+    """x summed over the axes along which ``shape`` broadcasts to it."""
+    x = jnp.sum(x, axis=tuple(range(x.ndim - len(shape))))
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return jnp.sum(x, axis=axes, keepdims=True)
+
+
+# Arithmetic and control.
+
+
+def _dot(spec, a, b, static):
+    return jnp.einsum(spec, a, b, precision=static.precision, preferred_element_type=a.dtype)
+
+
+def _dropout_tile(dropout, sizes, i, j, dtype):
+    shape = (sizes.B, sizes.K * sizes.G)
+    tile = dropout.tile(shape, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
+    return _grouped(tile, sizes).astype(dtype)
+
+
+def _empty_state(rule, sizes, like, dtype):
+    rows = (sizes.B, sizes.K, sizes.G, sizes.bq)
+    m = jnp.broadcast_to(jnp.asarray(rule.start(float(jnp.finfo(dtype).min)), dtype), (*rows, 1))
+    _, stats = jax.eval_shape(rule.terms, m, m)
+    state = Partial(
+        jnp.zeros((*rows, like.shape[-1]), dtype), m, tuple(jnp.zeros((*rows, 1), dtype) for _ in stats)
+    )
+    return _compat.vary_like(state, like)
+
+
+def _loop(spans, body, carry):
+    """Runs ``body(tile, carry, masked)`` over the spans; a span of one tile known now needs no loop."""
+    for start, stop, masked in spans:
+        if isinstance(start, int) and isinstance(stop, int) and stop - start == 1:
+            carry = body(start, carry, masked)
+        else:
+            carry = jax.lax.fori_loop(start, stop, functools.partial(_call, body, masked), carry)
+    return carry
+
+
+def _call(body, masked, tile, carry):
+    return body(tile, carry, masked)
+
+
+def _stacked(fn, count):
+    if count == 1:
+        return jax.tree.map(lambda x: x[None], fn(0))
+    return jax.lax.map(fn, jnp.arange(count))
+
+
+def _scan(fn, carry, count):
+    if count == 1:
+        carry, out = fn(carry, 0)
+        return carry, jax.tree.map(lambda x: x[None], out)
+    return jax.lax.scan(fn, carry, jnp.arange(count))
