@@ -295,9 +295,7 @@ def _attend_backward(static, residuals, cotangents):
         None if bias is None else jnp.zeros(padded_bias.shape, dtype),
         jax.tree.map(jnp.zeros_like, rule),
     )
-    (dq_transposed, d_bias, d_rule), (dk, dv) = _scan(
-        key_tile, _compat.vary_like(zeros, query), sizes.nk
-    )
+    (dq_transposed, d_bias, d_rule), (dk, dv) = _scan(key_tile, _compat.vary_like(zeros, query), sizes.nk)
 
     dq = jnp.swapaxes(dq_transposed, -1, -2).reshape(*dq_shape[:3], sizes.G, sizes.bq, -1)
     dq = _from_query_tiles(sizes, dq * scale).astype(query.dtype)

@@ -106,7 +106,15 @@ class Visibility:
             some = (some[0], i_stop + offset_max + self.right)
             every = (every[0], i_start + offset_min + self.right + 1)
         return self._spans(
-            some, every, j_size, num_tiles, self.num_keys, self.key_lengths, self.query_lengths, i_start, i_stop
+            some,
+            every,
+            j_size,
+            num_tiles,
+            self.num_keys,
+            self.key_lengths,
+            self.query_lengths,
+            i_start,
+            i_stop,
         )
 
     def query_spans(self, j_start: int | Array, j_size: int, i_size: int, num_tiles: int) -> list[Span]:
@@ -123,7 +131,15 @@ class Visibility:
         if j_size * -(-self.num_keys // j_size) != self.num_keys:  # the last tile has keys that nobody sees
             every = (every[0], _where(j_stop > self.num_keys, 0, every[1]))
         return self._spans(
-            some, every, i_size, num_tiles, self.num_queries, self.query_lengths, self.key_lengths, j_start, j_stop
+            some,
+            every,
+            i_size,
+            num_tiles,
+            self.num_queries,
+            self.query_lengths,
+            self.key_lengths,
+            j_start,
+            j_stop,
         )
 
     def _offset_range(self):

@@ -30,7 +30,9 @@ class Lp(Normalizer):
     p: float | Array
 
     def __post_init__(self):
-        object.__setattr__(self, "p", checked_parameter("p", self.p, "positive", lambda p: (p > 0) & (p < math.inf)))
+        object.__setattr__(
+            self, "p", checked_parameter("p", self.p, "positive", lambda p: (p > 0) & (p < math.inf))
+        )
 
     def terms(self, s, m):
         difference = s - m

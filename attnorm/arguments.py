@@ -1,0 +1,238 @@
+"""What the attention functions accept: every argument is checked, by name, before anything is traced."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from attnorm.dropout import Dropout
+from attnorm.masks import Visibility
+from attnorm.normalizers import Normalizer, get_normalizer
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in canonical form: batched, bias and mask of rank 4, restrictions gathered."""
+
+    batched: bool
+    query: Array
+    key: Array
+    value: Array | None
+    bias: Array | None
+    visibility: Visibility
+    normalizer: Normalizer
+    scale: float
+    logits_soft_cap: float | None
+
+
+def checked_call(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    *,
+    normalizer,
+    scale,
+    is_causal,
+    query_offset,
+    local_window_size,
+    logits_soft_cap,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    query_segment_ids,
+    key_value_segment_ids,
+) -> Call:
+    query, key, value = _checked_inputs(query, key, value)
+    batched = query.ndim == 4
+    if not batched:
+        query, key = query[None], key[None]
+        value = None if value is None else value[None]
+    B, T, N, H = query.shape
+    S = key.shape[1]
+
+    if isinstance(normalizer, str):
+        normalizer = get_normalizer(normalizer)
+    elif not isinstance(normalizer, Normalizer):
+        raise TypeError(f"normalizer must be a name or a Normalizer, got {normalizer!r}")
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    for leaf in jax.tree.leaves(normalizer):
+        if jnp.shape(leaf) not in ((), (N,)):
+            raise ValueError(
+                f"normalizer: parameters of {type(normalizer).__name__} must have shape () or (N,) = ({N},), "
+                f"got {jnp.shape(leaf)}"
+            )
+    normalizer = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), normalizer)
+
+    if bias is not None:
+        bias = _broadcast_rank("bias", bias, (B, N, T, S), batched)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias must be floating point, got {bias.dtype}")
+    if mask is not None:
+        mask = _broadcast_rank("mask", mask, (B, N, T, S), batched)
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask must be boolean, True where visible, got {mask.dtype}")
+
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
+    left, right = _checked_window(local_window_size)
+    if is_causal:
+        right = 0
+    query_segment_ids, key_segment_ids = _checked_segments(
+        query_segment_ids, key_value_segment_ids, B, T, S, batched
+    )
+    visibility = Visibility(
+        num_queries=T,
+        num_keys=S,
+        left=left,
+        right=right,
+        offset=_checked_offset(query_offset, B) if (left, right) != (None, None) else None,
+        query_lengths=_checked_integers("query_seq_lengths", query_seq_lengths, (B,), batched),
+        key_lengths=_checked_integers("key_value_seq_lengths", key_value_seq_lengths, (B,), batched),
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
+        mask=mask,
+    )
+    return Call(
+        batched,
+        query,
+        key,
+        value,
+        bias,
+        visibility,
+        normalizer,
+        scale=H**-0.5 if scale is None else _checked_number("scale", scale),
+        logits_soft_cap=None if logits_soft_cap is None else _checked_soft_cap(logits_soft_cap),
+    )
+
+
+def _checked_inputs(query, key, value):
+    named = {"query": query, "key": key, "value": value}
+    if value is None:
+        named.pop("value")
+    named = {name: jnp.asarray(x) for name, x in named.items()}
+    query, key = named["query"], named["key"]
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query must have shape (B, T, N, H) or (T, N, H), got {query.shape}")
+    for name, x in named.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name} must have query's rank {query.ndim}, got shape {x.shape}")
+        if x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got shape {x.shape}")
+    T, N, H = query.shape[-3:]
+    S, K, _ = key.shape[-3:]
+    if H == 0 or key.shape[-1] != H:
+        raise ValueError(f"key must have query's head dim {H}, at least 1, got shape {key.shape}")
+    if "value" in named and named["value"].shape[-3:-1] != (S, K):
+        got = named["value"].shape
+        raise ValueError(f"value must have key's length and heads (S, K) = ({S}, {K}), got shape {got}")
+    if K == 0 or N % K:
+        hint = ""
+        if N > 4 * T:
+            hint = "; the layout is (B, T, N, H), and these shapes look like (B, N, T, H)"
+        raise ValueError(f"query heads N must be a multiple of key heads K, got N = {N} and K = {K}{hint}")
+    return query, key, named.get("value")
+
+
+def _broadcast_rank(name, x, full, batched):
+    """x with rank 4, aligned to the right; every dimension 1 or full."""
+    x = jnp.asarray(x)
+    wanted = "(B, N, T, S)" if batched else "(N, T, S)"
+    sizes = full if batched else full[1:]
+    if x.ndim > 4 or (not batched and x.ndim == 4 and x.shape[0] != 1):
+        raise ValueError(f"{name} must broadcast to {wanted} = {sizes}, got shape {x.shape}")
+    expanded = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if any(size not in (1, n) for size, n in zip(expanded.shape, full, strict=True)):
+        raise ValueError(f"{name} must broadcast to {wanted} = {sizes}, got shape {x.shape}")
+    return expanded
+
+
+def _checked_window(window):
+    if window is None:
+        return None, None
+    sides = (window, window) if isinstance(window, numbers.Integral) else window
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        raise TypeError(f"local_window_size must be an int or (left, right), got {window!r}")
+    for side in sides:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
+            raise TypeError(f"local_window_size must hold ints or None, got {window!r}")
+        if side is not None and side < 0:
+            raise ValueError(f"local_window_size must not be negative, got {window!r}")
+    # No index reaches 2^30, and sums of two of them stay inside int32.
+    return tuple(None if side is None or side >= 2**30 else int(side) for side in sides)
+
+
+def _checked_offset(offset, B):
+    """None for a plain 0, else int32 of shape () or (B,)."""
+    if isinstance(offset, numbers.Integral) and offset == 0:
+        return None
+    offset = jnp.asarray(offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(f"query_offset must be an integer, got {offset.dtype}")
+    if offset.shape not in ((), (B,)):
+        raise ValueError(f"query_offset must have shape () or (B,) = ({B},), got {offset.shape}")
+    return offset.astype(jnp.int32)
+
+
+def _checked_integers(name, x, shape, batched):
+    """Integers of that shape, whose leading B = 1 may be absent where the inputs have no batch."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integers, got {x.dtype}")
+    if not batched and x.shape == shape[1:]:
+        x = x[None]
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {shape if batched else shape[1:]}, got {x.shape}")
+    return x.astype(jnp.int32)
+
+
+def _checked_segments(query_ids, key_ids, B, T, S, batched):
+    query_ids = _checked_integers("query_segment_ids", query_ids, (B, T), batched)
+    key_ids = _checked_integers("key_value_segment_ids", key_ids, (B, S), batched)
+    if query_ids is None and key_ids is not None:
+        raise ValueError("key_value_segment_ids needs query_segment_ids, got None")
+    if query_ids is not None and key_ids is None:
+        if T != S:
+            raise ValueError(
+                f"query_segment_ids alone needs T = S, got {T} and {S}; give key_value_segment_ids"
+            )
+        key_ids = query_ids
+    return query_ids, key_ids
+
+
+def _checked_number(name, value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return float(value)
+
+
+def _checked_soft_cap(value):
+    value = _checked_number("logits_soft_cap", value)
+    if value <= 0:
+        raise ValueError(f"logits_soft_cap must be positive, got {value!r}")
+    return value
+
+
+def checked_dropout(rate, rng):
+    rate = _checked_number("dropout_rate", rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate!r}")
+    if rate == 0:
+        return None
+    if rng is None:
+        raise ValueError(f"dropout_rng must be a PRNG key where dropout_rate = {rate} > 0, got None")
+    return Dropout.from_key(rate, rng)

@@ -1,0 +1,220 @@
+"""The public attention functions: what they accept, and which implementation serves a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from attnorm import chunked, reference, sharding
+from attnorm.arguments import checked_call, checked_dropout
+from attnorm.normalizers import Normalizer
+
+_IMPLEMENTATIONS = {"reference": reference.attend, "chunked": chunked.attend}
+_IMPLEMENTATIONS_OF_JAX = ("xla", "cudnn")
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    *,
+    normalizer: str | Normalizer = "l2",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_offset: int | Int[Array, ""] | Int[Array, "B"] = 0,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    query_seq_lengths: Int[Array, "B"] | None = None,
+    key_value_seq_lengths: Int[Array, "B"] | None = None,
+    query_segment_ids: Int[Array, "*B T"] | None = None,
+    key_value_segment_ids: Int[Array, "*B S"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    return_log_norm: bool = False,
+    return_residual: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+    r"""Attention with any normaliser of its weights; a drop-in for ``jax.nn.dot_product_attention``.
+
+    .. math::
+      \mathrm{out}_i = \sum_j y_{ij} v_j, \qquad
+      y_{ij} = \mathrm{normalizer}_j(s_{ij}), \qquad
+      s_{ij} = \mathrm{cap}(\mathrm{scale} \langle q_i, k_j \rangle + \mathrm{bias}_{ij})
+
+    over the keys j that query i may see, by default with the L2 softmax :math:`y = e^s / \|e^s\|_2`.
+
+    Letters: B batch, T query length, S key length, N query heads, K key and value heads, H head dim of query and
+    key, Hv head dim of value. B may be absent.
+
+    Args:
+      query: (B, T, N, H), or (T, N, H).
+      key: (B, S, K, H). N is a multiple of K; query head n uses key head n // (N // K).
+      value: (B, S, K, Hv).
+      bias: added to the scaled logits. Each dimension is 1 or full; lower ranks are aligned to the right: (S,),
+        (T, S), (N, T, S).
+      mask: boolean, True where a query may see a key; shapes as of bias.
+      normalizer: a name (:func:`attnorm.normalizer_names`) or the result of :func:`attnorm.get_normalizer`, whose
+        array parameters are scalars or have shape (N,) and receive exact gradients.
+      scale: factor of the logits, by default ``H**-0.5``.
+      is_causal: key j is visible to query i only if ``j <= i + query_offset``.
+      query_offset: position of the first query among the keys, as in decoding; an int, or an integer array of
+        shape () or (B,).
+      local_window_size: (left, right), or one int for both: only keys with
+        ``i + query_offset - left <= j <= i + query_offset + right`` are visible. None is unbounded.
+      logits_soft_cap: c > 0 replaces logits s by ``c tanh(s / c)``, after the bias and before all masks.
+      query_seq_lengths: (B,). Rows from there on are 0.
+      key_value_seq_lengths: (B,). Keys from there on are hidden.
+      query_segment_ids: (B, T). A query sees a key only if their ids are equal.
+      key_value_segment_ids: (B, S). May be left out where T = S: the queries' ids are then used for both.
+      dropout_rate: probability in [0, 1) that a normalised weight is dropped; those kept are scaled up.
+      dropout_rng: a PRNG key, required where the rate is positive.
+      precision: of the matrix products, as in ``jax.lax.dot_general``.
+      return_log_norm: also return λ, with weights ``exp(s - λ)``; differentiable.
+      return_residual: only False; ``jax.nn``'s logsumexp is ``return_log_norm`` with ``normalizer="softmax"``.
+      implementation: ``"reference"`` (dense, any order of differentiation), ``"chunked"`` (O(T + S) memory, reverse
+        mode), a sequence of names to try in order, or None for the best on this platform.
+
+    Returns:
+      The output (B, T, N, Hv), in query's dtype; with ``return_log_norm`` also λ (B, T, N), in float32 (float64 for
+      float64 inputs). Logits and sums are in float32 or wider. A row that sees no key is 0, with zero gradients and
+      λ = -inf (b for a sink). Keys, values and biases at hidden positions influence nothing, also when NaN.
+
+    Raises:
+      ValueError: a shape, value, name or combination of arguments that is not accepted.
+      TypeError: a dtype or type that is not accepted. Also jax's own, when forward-mode differentiation
+        (``jvp``, ``hessian``) meets an implementation other than ``"reference"``.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import attnorm
+    >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 128, 4, 16))
+    >>> out = attnorm.dot_product_attention(query, key, value, is_causal=True)
+    >>> out.shape
+    (2, 128, 4, 16)
+    >>> print(jnp.round(jnp.var(out[:, -1]), 0))
+    1.0
+    """
+    arguments = dict(locals())  # before any other name is bound
+    if return_residual:
+        raise ValueError(
+            "return_residual is not supported; use return_log_norm=True, which is differentiable"
+        )
+    call = checked_call(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        normalizer=normalizer,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+    )
+    if return_log_norm and type(call.normalizer).log_norm is Normalizer.log_norm:
+        raise ValueError(f"return_log_norm: normalizer {call.normalizer} has no log-norm")
+    attend = _IMPLEMENTATIONS[_chosen(implementation)]
+    if 0 in (*call.query.shape, *call.value.shape):
+        attend = reference.attend  # nothing to cut into tiles
+    dropout = checked_dropout(dropout_rate, dropout_rng)
+    if (axes := sharding.explicit_axes(call.query)) is not None:
+        return sharding.over_explicit_axes(dot_product_attention, arguments, *axes)
+    output, log_norm = attend(
+        call.query,
+        call.key,
+        call.value,
+        call.bias,
+        call.visibility,
+        call.normalizer,
+        scale=call.scale,
+        logits_soft_cap=call.logits_soft_cap,
+        dropout=dropout,
+        precision=precision,
+    )
+    output = output if call.batched else output[0]
+    if not return_log_norm:
+        return output
+    return output, log_norm if call.batched else log_norm[0]
+
+
+def attention_weights(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    *,
+    normalizer: str | Normalizer = "l2",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_offset: int | Int[Array, ""] | Int[Array, "B"] = 0,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    query_seq_lengths: Int[Array, "B"] | None = None,
+    key_value_seq_lengths: Int[Array, "B"] | None = None,
+    query_segment_ids: Int[Array, "*B T"] | None = None,
+    key_value_segment_ids: Int[Array, "*B S"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*B N T S"]:
+    """The dense weights (B, N, T, S) of :func:`dot_product_attention`, in float32 or wider, for looking at.
+
+    Arguments and errors are those of :func:`dot_product_attention`. O(T S) memory.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import attnorm
+    >>> query, key = jax.random.normal(jax.random.key(0), (2, 5, 1, 8))
+    >>> weights = attnorm.attention_weights(query, key, is_causal=True)
+    >>> print(jnp.sum(weights**2, axis=-1))
+    [[1. 1. 1. 1. 1.]]
+    """
+    call = checked_call(
+        query,
+        key,
+        None,
+        bias,
+        mask,
+        normalizer=normalizer,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+    )
+    weights, _ = reference.weights(
+        call.query,
+        call.key,
+        call.bias,
+        call.visibility,
+        call.normalizer,
+        scale=call.scale,
+        logits_soft_cap=call.logits_soft_cap,
+        precision=precision,
+    )
+    return weights if call.batched else weights[0]
+
+
+def _chosen(implementation):
+    names = ("chunked",) if implementation is None else implementation
+    if isinstance(names, str):
+        names = (names,)
+    if not isinstance(names, Sequence) or not names:
+        raise TypeError(f"implementation must be None, a name or a sequence of names, got {implementation!r}")
+    for name in names:
+        if name not in _IMPLEMENTATIONS:
+            hint = ""
+            if name in _IMPLEMENTATIONS_OF_JAX:
+                hint = "; that is a name of jax.nn.dot_product_attention"
+            raise ValueError(f"implementation must be one of {list(_IMPLEMENTATIONS)}, got {name!r}{hint}")
+    return names[0]
