@@ -16,7 +16,7 @@ ROOT = Path(attnorm.__file__).parent
 LAYERS = [
     {"_compat", "finite"},
     {"normalizers", "masks", "dropout"},
-    {"reference", "chunked", "kernels"},
+    {"arguments", "sharding", "reference", "chunked", "kernels"},
     {"attention"},
     {"attnorm"},
     {"flax_adapter"},

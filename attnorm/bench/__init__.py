@@ -1,0 +1,1 @@
+"""Speed and memory of attention, measured side by side: ``python -m attnorm.bench --help``."""

@@ -1,0 +1,108 @@
+"""One contender in a process of its own, which runs when it is told to.
+
+It reads one word a line from its input and answers each with one line of JSON:
+
+* ``prepare``: build, compile and run once -> the peak memory beyond the inputs, and a fingerprint of the results
+* ``run``: run for at least a fifth of a second -> the median of the times of one call
+"""
+
+import ctypes
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+import traceback
+
+import numpy as np
+
+from attnorm.bench import contenders
+
+_SECONDS_PER_TURN = 0.2
+
+
+def main(specification: str) -> None:
+    # Whatever a library prints goes to the terminal; the answers have the pipe for themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    specification = json.loads(specification)
+    contender = Contender(
+        specification["name"], contenders.Case(**specification["case"]), specification["threads"]
+    )
+    commands = {"prepare": contender.prepare, "run": contender.run}
+    for line in sys.stdin:
+        try:
+            answer = commands[line.strip()]()
+        except Exception as error:  # the parent reports it, and goes on with the others
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Contender:
+    def __init__(self, name: str, case: contenders.Case, threads: int):
+        self._name, self._case, self._threads = name, case, threads
+        if hasattr(os, "sched_setaffinity"):  # before XLA counts the cores; other systems use all of them
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        self._version = _load(name)
+
+    def prepare(self) -> dict:
+        self._run = contenders.prepare(self._name, self._case, self._threads)
+        before = _start_peak()
+        results = self._run()
+        peak = _peak() - before
+        fingerprint = [float(np.mean(np.abs(_to_numpy(x)))) for x in results]
+        return {"peak_extra_bytes": max(peak, 0), "fingerprint": fingerprint, "versions": self._version}
+
+    def run(self) -> dict:
+        times = []
+        while sum(times) < _SECONDS_PER_TURN:
+            start = time.perf_counter()
+            self._run()
+            times.append(time.perf_counter() - start)
+        return {"seconds": statistics.median(times)}
+
+
+def _load(name: str) -> dict[str, str]:
+    """Import the library with its thread pools, so that they do not count as memory of the attention."""
+    if name == "torch":
+        import torch
+
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return {"torch": torch.__version__}
+    import jax
+    import jax.numpy as jnp
+    import jaxlib
+
+    jnp.matmul(jnp.ones((512, 512)), jnp.ones((512, 512))).block_until_ready()
+    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+
+
+def _to_numpy(x) -> np.ndarray:
+    return (x.detach().float().numpy() if hasattr(x, "detach") else np.asarray(x)).astype(np.float32)
+
+
+def _start_peak() -> int:
+    """Bytes in use now, from which on the peak counts."""
+    try:
+        # Pages that the compiler freed would otherwise be reused without being counted again.
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # Linux: forget the peak so far
+    except (OSError, AttributeError):
+        pass
+    return _peak()
+
+
+def _peak() -> int:
+    try:
+        with open("/proc/self/status") as file:
+            (line,) = (line for line in file if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
