@@ -1,0 +1,162 @@
+"""Configs: which keys exist, what they must be, and what a config file's argument may say."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from attnorm.training.ensemble import parse_normalizer
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message names the key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EnsembleConfig:
+    """Every normaliser with every seed; all train in one program."""
+
+    normalizers: tuple[str, ...]  # a name, or a name with parameters: "l2", "lp(p=1.5)", "lp(p=inf)"
+    seeds: tuple[int, ...]  # members of one seed share initial weights and data
+
+    def __post_init__(self):
+        require(len(self.normalizers) > 0, "normalizers", self.normalizers, "at least one")
+        require(len(self.seeds) > 0, "seeds", self.seeds, "at least one")
+        require(all(seed >= 0 for seed in self.seeds), "seeds", self.seeds, "numbers >= 0")
+        for key in ("normalizers", "seeds"):
+            values = getattr(self, key)
+            require(len(set(values)) == len(values), key, values, "without repetition")
+        for spec in self.normalizers:
+            try:
+                parse_normalizer(spec)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"normalizers: {spec!r}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with clipping; within each stage the learning rate warms up, stays, and cools to almost 0."""
+
+    learning_rate: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    beta2_exponent: float  # where > 0, beta2 at update t is 1 - t^(-beta2_exponent), whatever beta2 says
+    clip_norm: float
+    warmup_fraction: float  # of a stage's steps
+    cooldown_fraction: float
+    reset_optimizer: bool  # fresh moments and a new warm-up at each stage
+
+    def __post_init__(self):
+        for key in ("learning_rate", "clip_norm"):
+            require(getattr(self, key) > 0, key, getattr(self, key), "a number > 0")
+        for key in ("weight_decay", "beta2_exponent"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "a number >= 0")
+        for key in ("beta1", "beta2", "warmup_fraction", "cooldown_fraction"):
+            require(0 <= getattr(self, key) < 1, key, getattr(self, key), "a number in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """What the loop needs to know. The task's own keys are in the section named after the task."""
+
+    experiment: str
+    task: str
+    ensemble: EnsembleConfig
+    optimizer: OptimizerConfig
+    log_every: int
+    eval_every: int  # 0: at the end of each stage only
+    checkpoint_every: int
+    keep_checkpoints: int
+
+    def __post_init__(self):
+        for key in ("log_every", "checkpoint_every", "keep_checkpoints"):
+            require(getattr(self, key) > 0, key, getattr(self, key), "a whole number > 0")
+        require(self.eval_every >= 0, "eval_every", self.eval_every, "a whole number >= 0")
+
+
+def require(condition: bool, key: str, got: Any, wanted: str) -> None:
+    """Raises a ConfigError that names the key unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"{key} must be {wanted}, got {got!r}")
+
+
+def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "config") -> Any:
+    """The dataclass ``cls`` from a nested mapping with exactly its fields.
+
+    Raises:
+      ConfigError: an unknown or missing key, a value of another type, or one that the class refuses.
+
+    >>> from attnorm.training.config import EnsembleConfig, from_mapping
+    >>> from_mapping(EnsembleConfig, {"normalizers": ("l2",), "seeds": (0, 1)})
+    EnsembleConfig(normalizers=('l2',), seeds=(0, 1))
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{path} must be a section of keys, got {mapping!r}")
+    types = typing.get_type_hints(cls)
+    for key in mapping:
+        if key not in types:
+            raise ConfigError(f"{path}: {_unknown('key', key, types)}")
+    for key in types:
+        if key not in mapping:
+            raise ConfigError(f"{path}.{key} is missing")
+    values = {key: _converted(mapping[key], type_, f"{path}.{key}") for key, type_ in types.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error}") from None
+
+
+def parse_argument(argument: str | None, **defaults: Any) -> SimpleNamespace:
+    """What follows the colon in ``--config=file.py:runlocal,steps=100``, as attributes.
+
+    Args:
+      argument: comma-separated ``key=value`` or, for booleans, ``key``.
+      **defaults: the keys that exist; a value is converted to its default's type.
+
+    Raises:
+      ConfigError: an unknown key, or a value that cannot be converted.
+
+    >>> from attnorm.training.config import parse_argument
+    >>> parse_argument("runlocal,steps=100", runlocal=False, steps=400)
+    namespace(runlocal=True, steps=100)
+    """
+    values = dict(defaults)
+    for item in (argument or "").split(","):
+        if not item:
+            continue
+        key, has_value, text = item.partition("=")
+        if key not in defaults:
+            raise ConfigError(f"config argument {argument!r}: {_unknown('key', key, defaults)}")
+        kind = type(defaults[key])
+        try:
+            if kind is bool:
+                values[key] = {"true": True, "false": False}[text.lower()] if has_value else True
+            else:
+                values[key] = kind(text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"config argument {key} must be {kind.__name__}, got {text!r}") from None
+    return SimpleNamespace(**values)
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return f"unknown {what} {name!r}; {hint}"
+
+
+def _converted(value: Any, type_: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(type_):
+        return from_mapping(type_, value, path)
+    if typing.get_origin(type_) is tuple:
+        (item_type, _) = typing.get_args(type_)
+        if not isinstance(value, (tuple, list)):
+            raise ConfigError(f"{path} must be a tuple, got {value!r}")
+        return tuple(_converted(item, item_type, f"{path}[{i}]") for i, item in enumerate(value))
+    if type_ is float and type(value) is int:
+        return float(value)
+    if type(value) is not type_:
+        raise ConfigError(f"{path} must be {type_.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,223 @@
+"""The loop: the only place where steps are counted."""
+
+import contextlib
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from attnorm.training import workdir as files
+from attnorm.training.checkpoint import Checkpointer
+from attnorm.training.config import ConfigError, TrainConfig, from_mapping
+from attnorm.training.ensemble import make_groups
+from attnorm.training.mesh import make_mesh
+from attnorm.training.metrics import Recorder, read_rows
+from attnorm.training.optimizer import make_optimizer
+from attnorm.training.state import TrainState, init_state, reset_optimizer
+from attnorm.training.step import Metrics, make_evaluate, make_train_step
+from attnorm.training.task import Stage, Task
+from attnorm.training.tasks import TASKS
+
+
+class NonFiniteError(FloatingPointError):
+    """A member's loss or gradient is infinite or NaN."""
+
+
+def run(config: Mapping[str, Any], workdir: Path) -> bool:
+    """Trains what the config describes, from the newest checkpoint in the workdir if there is one.
+
+    Rows of metrics and evaluations are on disk before the checkpoint of their step is; so a run that is killed at
+    any moment continues from a checkpoint with all rows up to it, and later rows are dropped and written again.
+
+    Args:
+      config: the keys of :class:`TrainConfig`, and the task's in the section named after it.
+      workdir: made where it does not exist; it must be empty, or from the same config.
+
+    Returns:
+      Whether the run is complete; False where Ctrl-C or SIGTERM ended it, after saving.
+
+    Raises:
+      ConfigError, WorkdirError: before anything is written.
+      NonFiniteError: the state that gave a non-finite loss is never saved.
+    """
+    train_config, task = parse_config(config)
+    workdir = Path(workdir)
+    if jax.process_index() == 0:
+        files.claim(workdir, config, task.outputs)
+    multihost_utils.sync_global_devices("workdir")
+    checkpointer = Checkpointer(workdir / files.CHECKPOINTS, train_config.keep_checkpoints)
+    with contextlib.closing(checkpointer):
+        return _Run(train_config, task, workdir, checkpointer).finish()
+
+
+def parse_config(config: Mapping[str, Any]) -> tuple[TrainConfig, Task]:
+    """The loop's part of a config, and the task made from its own section.
+
+    Raises:
+      ConfigError: a key that is unknown, missing or out of range, by name.
+    """
+    name = config.get("task")
+    if name not in TASKS:
+        raise ConfigError(f"config.task must be one of {', '.join(TASKS)}, got {name!r}")
+    if name not in config:
+        raise ConfigError(f"config.{name}, the section of the task, is missing")
+    train_config = from_mapping(TrainConfig, {key: value for key, value in config.items() if key != name})
+    task_class = TASKS[name]
+    return train_config, task_class(from_mapping(task_class.Config, config[name], f"config.{name}"))
+
+
+class _Run:
+    def __init__(self, config: TrainConfig, task: Task, workdir: Path, checkpointer: Checkpointer):
+        self.config = config
+        self.task = task
+        self.workdir = workdir
+        self.checkpointer = checkpointer
+        self.groups = make_groups(config.ensemble.normalizers, config.ensemble.seeds)
+        self.members = [member for group in self.groups for member in group.members]
+        self.optimizer = make_optimizer(config.optimizer)
+        self.mesh = make_mesh()
+        self.num_steps = task.stages[-1].end
+        self.is_main = jax.process_index() == 0
+
+    def finish(self) -> bool:
+        restored_step = self.checkpointer.latest_step() or 0
+        if restored_step == self.num_steps:
+            if self.is_main:
+                print(f"{self.workdir} is finished ({self.num_steps} steps); rewriting its report", flush=True)
+                print(self._report(read_rows(self.workdir / files.EVALUATIONS)), flush=True)
+            return True
+        recorder = Recorder(self.workdir, restored_step, self.num_steps, self.is_main)
+        with contextlib.closing(recorder), _interruption() as interrupted:
+            state = init_state(self.task, self.groups, self.optimizer, self.mesh)
+            recorder.progress.print(self._facts(state))
+            if restored_step:
+                state = self.checkpointer.restore(restored_step, like=state)
+                recorder.progress.print(f"resuming after step {restored_step}")
+            return self._train(state, restored_step, recorder, interrupted)
+
+    def _train(
+        self, state: TrainState, restored_step: int, recorder: Recorder, interrupted: Callable[[int], bool]
+    ) -> bool:
+        evaluate = make_evaluate(self.task, self.groups, self.mesh)
+        stage = unrecorded = None
+        for step in range(restored_step + 1, self.num_steps + 1):
+            if stage is None or step > stage.end:
+                stage = next(stage for stage in self.task.stages if step <= stage.end)
+                if 0 < stage.first_step == step - 1 and self.config.optimizer.reset_optimizer:
+                    state = reset_optimizer(state, self.optimizer, self.mesh)
+                train_step = make_train_step(
+                    self.task, self.groups, self.optimizer, self.config.optimizer, stage, self.mesh
+                )
+                recorder.progress.print(
+                    f"stage {stage.index + 1} of {len(self.task.stages)}: length {stage.length}, "
+                    f"steps {step}-{stage.end}; compiling"
+                )
+            state, metrics = train_step(state)
+            # One step behind, so that the device has its next step while this one is read.
+            if unrecorded:
+                self._record(*unrecorded, recorder)
+            unrecorded = (step, stage, metrics)
+            stops = interrupted(step)
+            evaluates = step == stage.end or (self.config.eval_every and step % self.config.eval_every == 0)
+            saves = stops or step == stage.end or step % self.config.checkpoint_every == 0
+            if evaluates or saves:
+                self._record(*unrecorded, recorder)
+                unrecorded = None
+            if evaluates:
+                self._evaluate(step, stage, evaluate(state), recorder)
+            if saves:
+                recorder.sync()
+                self.checkpointer.save(step, state)
+            if stops and step < self.num_steps:
+                self.checkpointer.wait()
+                recorder.progress.print(f"interrupted after step {step} of {self.num_steps}; everything is saved")
+                return False
+        self.checkpointer.wait()
+        return True
+
+    def _record(self, step: int, stage: Stage, metrics: Metrics, recorder: Recorder) -> None:
+        metrics = jax.device_get(metrics)
+        self._require_finite(step, metrics)
+        is_first = step == stage.first_step + 1
+        message = None
+        if is_first or step % self.config.log_every == 0:
+            row = {"step": step, "stage": stage.index, "length": stage.length}
+            row["learning_rate"] = float(metrics["learning_rate"])
+            for name in ("loss", "gradient_norm"):
+                row.update(self._by_member(name, metrics[name]))
+            recorder.add_metrics(row)
+            message = f"length {stage.length}  loss {min(metrics['loss']):.4g} to {max(metrics['loss']):.4g}"
+        if is_first:
+            recorder.progress.restart_clock(step)
+        recorder.progress.step(step, message)
+
+    def _require_finite(self, step: int, metrics: Metrics) -> None:
+        for name in ("loss", "gradient_norm"):
+            for member, value in zip(self.members, metrics[name], strict=True):
+                if not math.isfinite(value):
+                    self.checkpointer.wait()
+                    last = self.checkpointer.latest_step()
+                    raise NonFiniteError(
+                        f"{name} of {member.label} is {value} at step {step}. Last good checkpoint: "
+                        f"{f'step {last}' if last else 'none'} in {self.workdir}. The same command would repeat "
+                        "this; a lower config.optimizer.learning_rate or clip_norm, or a longer warm-up, in a new "
+                        "workdir, may not."
+                    )
+
+    def _evaluate(self, step: int, stage: Stage, metrics: Metrics, recorder: Recorder) -> None:
+        row = {"step": step, "length": stage.length, "is_end_of_stage": step == stage.end}
+        for name, values in jax.device_get(metrics).items():
+            row.update(self._by_member(name, values))
+        recorder.add_evaluation(row)
+        if self.is_main and step == stage.end:
+            recorder.progress.print(self._report(recorder.evaluations))
+        recorder.progress.restart_clock(step)
+
+    def _report(self, evaluations: Sequence[Mapping[str, Any]]) -> str:
+        rows = [row for row in evaluations if row["is_end_of_stage"]]
+        return self.task.report(self.workdir, self.members, rows)
+
+    def _by_member(self, name: str, values: Sequence[Any]) -> dict[str, float]:
+        return {f"{name}/{member.label}": float(x) for member, x in zip(self.members, values, strict=True)}
+
+    def _facts(self, state: TrainState) -> str:
+        stage = self.task.stages[0]
+        num_members = len(self.members)
+        num_params = sum(x.size for x in jax.tree.leaves(state.params)) // num_members
+        return (
+            f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
+            f"mesh {dict(self.mesh.shape)}; {num_members} models of {num_params:,} parameters; "
+            f"{self.num_steps} steps of {num_members} x {self.task.tokens_per_step(stage):,} tokens and "
+            f"{num_members * self.task.flops_per_step(stage) / 1e9:.3g} GFLOP"
+        )
+
+
+@contextlib.contextmanager
+def _interruption() -> Iterator[Callable[[int], bool]]:
+    """Yields a function of the step that says whether Ctrl-C or SIGTERM asked the run to save and end.
+
+    A second Ctrl-C ends it at once.
+    """
+    if jax.process_count() > 1:
+        # JAX agrees with the other processes on the step at which all of them stop.
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    requested = []
+
+    def request(signum, frame):
+        if requested:
+            raise KeyboardInterrupt
+        requested.append(signum)
+        print("\ninterrupted: saving after this step (once more to end at once)", file=sys.stderr, flush=True)
+
+    previous = {signum: signal.signal(signum, request) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda step: bool(requested)
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

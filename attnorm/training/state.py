@@ -1,0 +1,69 @@
+"""The state of a run: everything that a checkpoint holds."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from attnorm.training.ensemble import Group
+from attnorm.training.mesh import replicated
+from attnorm.training.task import Task
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """One entry per group of the ensemble; every leaf but ``step`` has a leading member axis.
+
+    Batches are a function of seed and step, so the step is also the state of the data.
+    """
+
+    step: Int[Array, ""]  # updates done
+    params: tuple[Any, ...]
+    model_state: tuple[Any, ...]
+    optimizer_state: tuple[Any, ...]
+
+
+def init_key(seed: Int[Array, ""]) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), 0)
+
+
+def data_key(seed: Int[Array, ""], step: Int[Array, ""]) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step)
+
+
+def eval_key(batch_index: Int[Array, ""]) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 2), batch_index)
+
+
+def init_state(
+    task: Task, groups: Sequence[Group], optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """The state before the first update, on every device. Members of one seed start from the same weights."""
+
+    def init() -> TrainState:
+        members = [jax.vmap(lambda seed: task.init(init_key(seed)))(group.seeds) for group in groups]
+        params = tuple(params for params, _ in members)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            model_state=tuple(model_state for _, model_state in members),
+            optimizer_state=_init_optimizer(optimizer, params),
+        )
+
+    return jax.jit(init, out_shardings=replicated(mesh))()
+
+
+def reset_optimizer(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The state with an optimiser that has seen nothing."""
+    fresh = jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=replicated(mesh))(state.params)
+    return dataclasses.replace(state, optimizer_state=fresh)
+
+
+def _init_optimizer(optimizer: optax.GradientTransformation, params: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(jax.vmap(optimizer.init)(group_params) for group_params in params)

@@ -1,0 +1,58 @@
+"""Counting with L1, L2 and L4 attention weights, at a size for a laptop.
+
+    python train.py --workdir=runs/counting
+
+Hardware: 2 CPU cores, 2 GB of memory. Time: TIME.
+Expected: EXPECTED
+"""
+
+from ml_collections import ConfigDict
+
+from attnorm.training.config import parse_argument
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments, after a colon: ``runlocal`` (seconds, to see that it runs), ``steps`` a stage, ``norm`` of the model."""
+    argument = parse_argument(argument, runlocal=False, steps=400, norm="layer")
+    config = ConfigDict()
+    config.experiment = "counting"
+    config.task = "counting"
+    config.ensemble = {"normalizers": ("lp(p=1)", "lp(p=2)", "lp(p=4)"), "seeds": (0, 1, 2)}
+    config.optimizer = {
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "beta2_exponent": 0.0,
+        "clip_norm": 1.0,
+        "warmup_fraction": 0.125,
+        "cooldown_fraction": 0.25,
+        "reset_optimizer": True,
+    }
+    config.counting = {
+        "vocab_size": 16,
+        "first_length": 16,
+        "num_stages": 3,
+        "steps_per_stage": argument.steps,
+        "tokens_per_batch": 2048,
+        "eval_length": 512,
+        "eval_batch_size": 16,
+        "num_eval_batches": 32,
+        "model": {"features": 64, "num_heads": 4, "num_blocks": 2, "norm": argument.norm},
+    }
+    config.log_every = 20
+    config.eval_every = 0
+    config.checkpoint_every = 100
+    config.keep_checkpoints = 3
+    if argument.runlocal:
+        config.ensemble.seeds = (0,)
+        config.counting.num_stages = 2
+        config.counting.steps_per_stage = 10
+        config.counting.tokens_per_batch = 256
+        config.counting.eval_length = 64
+        config.counting.eval_batch_size = 8
+        config.counting.num_eval_batches = 2
+        config.counting.model.update({"features": 16, "num_heads": 2, "num_blocks": 1})
+        config.log_every = 5
+        config.checkpoint_every = 5
+    return config
