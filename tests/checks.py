@@ -72,22 +72,15 @@ def plain_attention(
         logits = logits + bias.astype(accumulator)
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    # Hidden logits are finite, so that the slope of exp(p s) with respect to p is 0 there and not inf * 0.
     visible = visible & (logits > -jnp.inf)
-    occupied = visible.any(-1, keepdims=True)
-    logits = jnp.where(occupied, jnp.where(visible, logits, -jnp.inf), 0)
+    logits = jnp.where(visible, logits, -1e30)
     params = {k: jnp.reshape(x, (-1, 1, 1)) if jnp.ndim(x) else x for k, x in params.items()}
-    weights_of = ORACLES[normalizer].weights
-    weights, log_norm = weights_of(jnp, logits, **params)
-    _, empty_log_norm = weights_of(jnp, logits[..., :0], **params)
-    weights = jnp.where(occupied, weights, 0).astype(query.dtype)
-    log_norm = jnp.where(occupied[..., 0], log_norm, empty_log_norm)
+    weights, log_norm = ORACLES[normalizer].weights(jnp, logits, **params)
+    weights = jnp.where(visible, weights, 0).astype(query.dtype)
+    log_norm = jnp.where(log_norm < -1e29, -jnp.inf, log_norm)
     output = jnp.einsum("bnts,bsnh->btnh", weights, value, precision="highest")
     return output, jnp.moveaxis(log_norm, 1, 2)
-
-
-def with_empty_log_norm_cotangent_removed(d_log_norm, log_norm):
-    """Plain JAX turns a cotangent of -inf into NaN; the rows concerned have no gradient."""
-    return jnp.where(jnp.isneginf(log_norm), 0, d_log_norm)
 
 
 def double_precision():

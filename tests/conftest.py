@@ -1,0 +1,16 @@
+"""Settings of the whole test suite."""
+
+import os
+from importlib.metadata import version
+
+# Nearly all of the time of the fast tests is compilation, and this makes it five times shorter. The slow tests
+# run the programs that users run.
+_COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if version("jaxlib").startswith("0.10."):
+    _COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"
+
+
+def pytest_configure(config):
+    """Sets the flags before JAX reads them; those of the environment come last and win."""
+    if "not slow" in config.getoption("markexpr"):
+        os.environ["XLA_FLAGS"] = f"{_COMPILE_FAST} {os.environ.get('XLA_FLAGS', '')}"
