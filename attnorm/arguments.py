@@ -84,6 +84,7 @@ def checked_call(
     left, right = _checked_window(local_window_size)
     if is_causal:
         right = 0
+    query_offset = _checked_offset(query_offset, B)
     query_segment_ids, key_segment_ids = _checked_segments(
         query_segment_ids, key_value_segment_ids, B, T, S, batched
     )
@@ -92,7 +93,7 @@ def checked_call(
         num_keys=S,
         left=left,
         right=right,
-        offset=_checked_offset(query_offset, B) if (left, right) != (None, None) else None,
+        offset=None if (left, right) == (None, None) else query_offset,  # nothing to shift
         query_lengths=_checked_integers("query_seq_lengths", query_seq_lengths, (B,), batched),
         key_lengths=_checked_integers("key_value_seq_lengths", key_value_seq_lengths, (B,), batched),
         query_segment_ids=query_segment_ids,
