@@ -12,6 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m attnorm.analysis", description="Make a figure and its table."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
     norm_scaling = commands.add_parser(
         "norm-scaling",
         help="norms of the weights and of their Jacobian against the number of keys, for L1 and L2",
@@ -22,9 +23,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", metavar="DIR", type=Path, required=True, help="folder, made if missing"
     )
     norm_scaling.set_defaults(run=lambda options: _norm_scaling(options.out))
+
+    length_generalization = commands.add_parser(
+        "length-generalization",
+        help="the figure and the table of a counting run, from its results.csv",
+        description="Reads WORKDIR/results.csv, prints its table, and replaces WORKDIR/length_generalization.png.",
+    )
+    length_generalization.add_argument("workdir", metavar="WORKDIR", type=Path)
+    length_generalization.set_defaults(run=lambda options: _length_generalization(options.workdir))
+
     options = parser.parse_args(arguments)
     try:
         written = options.run(options)
+    except _InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("attnorm"):
             raise
@@ -38,10 +51,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _InputError(Exception):
+    """What the command was given to read cannot be used."""
+
+
 def _norm_scaling(out: Path) -> list[Path]:
     from attnorm.analysis.norm_scaling import write_norm_scaling
 
     return write_norm_scaling(out)
+
+
+def _length_generalization(workdir: Path) -> list[Path]:
+    from attnorm.analysis.length_generalization import draw, median_table
+
+    results = workdir / "results.csv"
+    if not results.is_file():
+        raise _InputError(f"WORKDIR must hold the results.csv of a counting run, got {workdir}")
+    try:
+        table = median_table(results)
+    except (KeyError, ValueError) as error:
+        raise _InputError(f"{results} is not the results.csv of a counting run: {error!r}") from error
+    if len(table.splitlines()) < 3:
+        raise _InputError(f"{results} holds no evaluation yet")
+    print(table)
+    figure = workdir / "length_generalization.png"
+    draw(results, figure)
+    return [figure]
 
 
 if __name__ == "__main__":

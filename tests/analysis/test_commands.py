@@ -1,0 +1,43 @@
+"""The command that draws the figure of a counting run again."""
+
+import pytest
+
+from attnorm.analysis.__main__ import main
+
+HEADER = "normalizer,p,seed,trained_length,prefix,mse,mae,floor,ratio\n"
+ROWS = [
+    f"lp,{p},{seed},16,{prefix},1,1,1,{p * prefix / 100 + seed / 1000}\n"
+    for p in (1.0, 2.0)
+    for seed in range(3)
+    for prefix in (8, 16, 32)
+]
+
+
+def test_figure_is_drawn_again_and_the_table_printed(tmp_path, capsys):
+    (tmp_path / "results.csv").write_text(HEADER + "".join(ROWS))
+    (tmp_path / "length_generalization.png").write_text("stale")
+    assert main(["length-generalization", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == str(tmp_path / "length_generalization.png")
+    assert "p=2" in printed[-2] and "0.321*" in printed[-2]
+    assert (tmp_path / "length_generalization.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["length_generalization.png", "results.csv"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "WORKDIR must hold the results.csv"),
+        ("a,b\n1,2\n", "is not the results.csv of a counting run: KeyError"),
+        (HEADER + ROWS[0].replace("16", "long"), "is not the results.csv of a counting run: ValueError"),
+        (HEADER, "holds no evaluation yet"),
+    ],
+)
+def test_workdir_without_results_is_named(tmp_path, capsys, content, message):
+    if content is not None:
+        (tmp_path / "results.csv").write_text(content)
+    before = list(tmp_path.iterdir())
+    assert main(["length-generalization", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and str(tmp_path) in error
+    assert list(tmp_path.iterdir()) == before
