@@ -67,7 +67,7 @@ class LInf(Normalizer):
 
     def terms(self, s, m):
         tolerance = _TIE_TOLERANCE * float(jnp.finfo(s.dtype).eps) * jnp.maximum(1, jnp.abs(m))
-        at_maximum = s >= m - tolerance
+        at_maximum = s - m >= -tolerance
         finite = jnp.where(at_maximum, s, 0)
         count = jnp.where(at_maximum, 1 + (finite - jax.lax.stop_gradient(finite)), 0)
         return jnp.exp(s - m), (count.astype(s.dtype),)
