@@ -17,18 +17,10 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 _ROOT = Path(__file__).resolve().parent
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", str(_ROOT / "configs" / "counting.py"), "The experiment: a file, and after a colon its arguments."
-)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept. Required.")
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}")
-    if not _WORKDIR.value:
-        raise app.UsageError("--workdir is required, for example --workdir=runs/counting")
-    if flags.FLAGS["verbosity"].using_default_value:
+    if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     print("loading JAX", flush=True)
     from attnorm.training import loop
@@ -36,15 +28,44 @@ def main(argv: list[str]) -> None:
     from attnorm.training.mesh import ClusterError, initialize_distributed
     from attnorm.training.workdir import WorkdirError
 
+    workdir = Path(flags.FLAGS.workdir)
     try:
         initialize_distributed()
-        finished = loop.run(_CONFIG.value.to_dict(), Path(_WORKDIR.value))
+        finished = loop.run(flags.FLAGS.config.to_dict(), workdir)
     except (ClusterError, ConfigError, WorkdirError, loop.NonFiniteError) as error:
         sys.exit(f"error: {error}")
     if finished:
-        print(f"finished; everything is in {_WORKDIR.value}")
+        print(f"finished; everything is in {workdir}")
     else:
         print(f"resume with: {shlex.join(['python', *sys.argv])}")
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        # Defining the config flag reads the default file, and applies the overrides in argv to it.
+        config_flags.DEFINE_config_file(
+            "config",
+            str(_ROOT / "configs" / "counting.py"),
+            "The experiment: a file, and after a colon its arguments.",
+        )
+        flags.DEFINE_string("workdir", None, "Where the run is kept. Required.")
+        arguments = flags.FLAGS(argv)
+        flags.FLAGS.config.to_dict()  # raises if the file could not be read
+    except (flags.Error, OSError) as error:
+        _exit(str(error).strip().splitlines()[-1].strip())
+    except (AttributeError, KeyError) as error:
+        overrides = [argument for argument in argv if argument.startswith("--config.")]
+        hint = str(error).replace("\\'", "'").replace("\\n", "; ").strip("\"'")
+        _exit(f"unknown key in {' '.join(overrides)}: {hint}")
+    if arguments[1:]:
+        _exit(f"unknown argument {arguments[1]!r}")
+    if not flags.FLAGS.workdir:
+        _exit("--workdir is missing, for example --workdir=runs/counting")
+    return arguments
+
+
+def _exit(message: str) -> None:
+    sys.exit(f"error: {message}\n(--help shows the flags and the configs)")
 
 
 def _configs() -> str:
@@ -57,4 +78,4 @@ def _configs() -> str:
 
 if __name__ == "__main__":
     __doc__ += _configs()
-    app.run(main)
+    app.run(main, flags_parser=_parse_flags)

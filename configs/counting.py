@@ -17,7 +17,11 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = ConfigDict()
     config.experiment = "counting"
     config.task = "counting"
-    config.ensemble = {"normalizers": ("lp(p=1)", "lp(p=2)", "lp(p=4)"), "seeds": (0, 1, 2)}
+    config.ensemble = {
+        "normalizers": ("lp(p=1)", "lp(p=2)", "lp(p=4)"),
+        "seeds": (0, 1, 2),
+        "members_at_once": 3,
+    }
     config.optimizer = {
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
@@ -36,8 +40,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
         "steps_per_stage": argument.steps,
         "tokens_per_batch": 2048,
         "eval_length": 512,
-        "eval_batch_size": 16,
-        "num_eval_batches": 32,
+        "eval_batch_size": 8,
+        "num_eval_batches": 16,
         "model": {"features": 64, "num_heads": 4, "num_blocks": 2, "norm": argument.norm},
     }
     config.log_every = 20

@@ -1,6 +1,6 @@
 """Counting with L1 and L2 attention weights at the published size.
 
-    python train.py --workdir=runs/counting_paper --config=configs/counting_paper.py
+python train.py --workdir=runs/counting_paper --config=configs/counting_paper.py
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +14,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = ConfigDict()
     config.experiment = "counting_paper"
     config.task = "counting"
-    config.ensemble = {"normalizers": ("lp(p=1)", "lp(p=2)"), "seeds": (0,)}
+    config.ensemble = {"normalizers": ("lp(p=1)", "lp(p=2)"), "seeds": (0,), "members_at_once": 1}
     config.optimizer = {
         "learning_rate": 1e-4,
         "weight_decay": 0.1,

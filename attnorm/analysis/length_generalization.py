@@ -31,7 +31,9 @@ def read_ratios(results: Path) -> Mapping[tuple[int, str, int], Ratios]:
         for row in csv.DictReader(file):
             key = int(row["trained_length"]), _name(row["normalizer"], row["p"]), int(row["prefix"])
             by_key.setdefault(key, []).append(float(row["ratio"]))
-    return {key: Ratios(statistics.median(ratios), min(ratios), max(ratios)) for key, ratios in by_key.items()}
+    return {
+        key: Ratios(statistics.median(ratios), min(ratios), max(ratios)) for key, ratios in by_key.items()
+    }
 
 
 def median_table(results: Path) -> str:
@@ -65,7 +67,10 @@ def draw(results: Path, figure_path: Path) -> None:
         panels[0].set_ylabel("MSE / position-only MSE")
         panels[0].legend(frameon=False, loc="best", title="norm of the weights")
         figure.supxlabel("length of the evaluated prefix", fontsize=11)
-        figure.suptitle("Counting: error at, below and beyond the trained length (median, min-max over seeds)", fontsize=12)
+        figure.suptitle(
+            "Counting: error at, below and beyond the trained length (median, min-max over seeds)",
+            fontsize=12,
+        )
         temporary = figure_path.with_name(figure_path.name + ".tmp")
         figure.savefig(temporary, dpi=160, format=figure_path.suffix[1:])
     os.replace(temporary, figure_path)
@@ -75,7 +80,14 @@ def _draw_panel(axes, ratios, length, names):
     for name, color in zip(names, _COLORS * len(names), strict=False):
         points = {b: r for (at, other, b), r in ratios.items() if at == length and other == name}
         prefixes = sorted(points)
-        axes.plot(prefixes, [points[b].median for b in prefixes], color=color, marker="o", markersize=3.5, label=name)
+        axes.plot(
+            prefixes,
+            [points[b].median for b in prefixes],
+            color=color,
+            marker="o",
+            markersize=3.5,
+            label=name,
+        )
         lowest, highest = [points[b].lowest for b in prefixes], [points[b].highest for b in prefixes]
         axes.fill_between(prefixes, lowest, highest, color=color, alpha=0.15, linewidth=0)
     axes.axhline(1, color="0.35", linewidth=1, linestyle="--")

@@ -75,7 +75,9 @@ class CountingTransformer(nnx.Module):
         self.token_embedding = FrequencyScaledEmbedding(vocab_size, features, rngs=rngs)
         init = nnx.initializers.normal(0.25 / math.sqrt(features))
         self.first_embedding = nnx.Embed(2, features, embedding_init=init, rngs=rngs)
-        self.blocks = nnx.List([ParallelBlock(features, num_heads, norm, rngs=rngs) for _ in range(num_blocks)])
+        self.blocks = nnx.List(
+            [ParallelBlock(features, num_heads, norm, rngs=rngs) for _ in range(num_blocks)]
+        )
         self.norm = _make_norm(norm, features, rngs)
         head_init = nnx.initializers.normal(0.5 / math.sqrt(features))
         self.head = nnx.Linear(features, 1, kernel_init=head_init, rngs=rngs)

@@ -20,9 +20,11 @@ class EnsembleConfig:
 
     normalizers: tuple[str, ...]  # a name, or a name with parameters: "l2", "lp(p=1.5)", "lp(p=inf)"
     seeds: tuple[int, ...]  # members of one seed share initial weights and data
+    members_at_once: int  # that many are vmapped; on a CPU few are faster, because their arrays fit the cache
 
     def __post_init__(self):
         require(len(self.normalizers) > 0, "normalizers", self.normalizers, "at least one")
+        require(self.members_at_once > 0, "members_at_once", self.members_at_once, "a whole number > 0")
         require(len(self.seeds) > 0, "seeds", self.seeds, "at least one")
         require(all(seed >= 0 for seed in self.seeds), "seeds", self.seeds, "numbers >= 0")
         for key in ("normalizers", "seeds"):
@@ -90,8 +92,8 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "config") ->
       ConfigError: an unknown or missing key, a value of another type, or one that the class refuses.
 
     >>> from attnorm.training.config import EnsembleConfig, from_mapping
-    >>> from_mapping(EnsembleConfig, {"normalizers": ("l2",), "seeds": (0, 1)})
-    EnsembleConfig(normalizers=('l2',), seeds=(0, 1))
+    >>> from_mapping(EnsembleConfig, {"normalizers": ("l2",), "seeds": (0, 1), "members_at_once": 2})
+    EnsembleConfig(normalizers=('l2',), seeds=(0, 1), members_at_once=2)
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{path} must be a section of keys, got {mapping!r}")

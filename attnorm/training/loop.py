@@ -88,7 +88,9 @@ class _Run:
         restored_step = self.checkpointer.latest_step() or 0
         if restored_step == self.num_steps:
             if self.is_main:
-                print(f"{self.workdir} is finished ({self.num_steps} steps); rewriting its report", flush=True)
+                print(
+                    f"{self.workdir} is finished ({self.num_steps} steps); rewriting its report", flush=True
+                )
                 print(self._report(read_rows(self.workdir / files.EVALUATIONS)), flush=True)
             return True
         recorder = Recorder(self.workdir, restored_step, self.num_steps, self.is_main)
@@ -103,7 +105,7 @@ class _Run:
     def _train(
         self, state: TrainState, restored_step: int, recorder: Recorder, interrupted: Callable[[int], bool]
     ) -> bool:
-        evaluate = make_evaluate(self.task, self.groups, self.mesh)
+        evaluate = make_evaluate(self.task, self.groups, self.config, self.mesh)
         stage = unrecorded = None
         for step in range(restored_step + 1, self.num_steps + 1):
             if stage is None or step > stage.end:
@@ -111,7 +113,7 @@ class _Run:
                 if 0 < stage.first_step == step - 1 and self.config.optimizer.reset_optimizer:
                     state = reset_optimizer(state, self.optimizer, self.mesh)
                 train_step = make_train_step(
-                    self.task, self.groups, self.optimizer, self.config.optimizer, stage, self.mesh
+                    self.task, self.groups, self.optimizer, self.config, stage, self.mesh
                 )
                 recorder.progress.print(
                     f"stage {stage.index + 1} of {len(self.task.stages)}: length {stage.length}, "
@@ -135,7 +137,9 @@ class _Run:
                 self.checkpointer.save(step, state)
             if stops and step < self.num_steps:
                 self.checkpointer.wait()
-                recorder.progress.print(f"interrupted after step {step} of {self.num_steps}; everything is saved")
+                recorder.progress.print(
+                    f"interrupted after step {step} of {self.num_steps}; everything is saved"
+                )
                 return False
         self.checkpointer.wait()
         return True

@@ -61,7 +61,9 @@ def init_state(
 
 def reset_optimizer(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The state with an optimiser that has seen nothing."""
-    fresh = jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=replicated(mesh))(state.params)
+    fresh = jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=replicated(mesh))(
+        state.params
+    )
     return dataclasses.replace(state, optimizer_state=fresh)
 
 

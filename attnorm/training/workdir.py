@@ -64,7 +64,9 @@ def _compare(path: Path, config: Mapping[str, Any]) -> None:
     try:
         found = _flat(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, AttributeError) as error:
-        raise WorkdirError(f"{path} is not the config of an experiment: {error}. Choose another --workdir.") from error
+        raise WorkdirError(
+            f"{path} is not the config of an experiment: {error}. Choose another --workdir."
+        ) from error
     wanted = _flat(config)
     if found.get("experiment") != wanted["experiment"]:
         raise WorkdirError(

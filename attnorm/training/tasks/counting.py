@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -36,7 +35,12 @@ class ModelConfig:
     def __post_init__(self):
         for key in ("features", "num_heads", "num_blocks"):
             require(getattr(self, key) > 0, key, getattr(self, key), "a whole number > 0")
-        require(self.features % self.num_heads == 0, "features", self.features, f"a multiple of {self.num_heads} heads")
+        require(
+            self.features % self.num_heads == 0,
+            "features",
+            self.features,
+            f"a multiple of {self.num_heads} heads",
+        )
         require(self.norm in NORMS, "norm", self.norm, f"one of {', '.join(NORMS)}")
 
 
@@ -55,7 +59,9 @@ class CountingConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             if field.type is int:
-                require(getattr(self, field.name) > 0, field.name, getattr(self, field.name), "a whole number > 0")
+                require(
+                    getattr(self, field.name) > 0, field.name, getattr(self, field.name), "a whole number > 0"
+                )
         for key in ("vocab_size", "eval_length"):
             require(getattr(self, key) > 1, key, getattr(self, key), "a whole number > 1")
         last_length = self.first_length * 2 ** (self.num_stages - 1)
@@ -110,7 +116,9 @@ class CountingTask:
         return jnp.mean(jnp.abs(predictions - counts)), model_state
 
     def eval_batch(self, key):
-        return counting_batch(key, self.config.eval_batch_size, self.config.eval_length, self.config.vocab_size)
+        return counting_batch(
+            key, self.config.eval_batch_size, self.config.eval_length, self.config.vocab_size
+        )
 
     def evaluate(self, params, model_state, batch, normalizer):
         """Squared and absolute errors at each position."""

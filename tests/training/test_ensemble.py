@@ -1,0 +1,50 @@
+"""Normalisers as a config spells them, and members grouped by structure."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnorm
+from attnorm.training.ensemble import make_groups, parse_normalizer
+
+
+@pytest.mark.parametrize(
+    ("spec", "parsed"),
+    [
+        ("softmax", ("softmax", {})),
+        ("lp(p=1.5)", ("lp", {"p": 1.5})),
+        ("lp(p=inf)", ("lp", {"p": math.inf})),
+        ("softmax_plus_n(n=2)", ("softmax_plus_n", {"n": 2.0})),
+    ],
+)
+def test_parse(spec, parsed):
+    assert parse_normalizer(spec) == parsed
+
+
+@pytest.mark.parametrize("spec", ["lp(2)", "lp(p=2", "", "import os", "lp(p=nan)", "__import__('os')"])
+def test_parse_refuses(spec):
+    with pytest.raises((TypeError, ValueError)):
+        parse_normalizer(spec)
+
+
+def test_groups_hold_every_pair_once_and_the_weights_of_each_member_are_its_own():
+    specs = ("lp(p=1)", "lp(p=inf)", "lp(p=3)", "softmax_plus_n(n=2)")
+    groups = make_groups(specs, seeds=(5, 7))
+    assert [[member.label for member in group.members] for group in groups] == [
+        ["lp(p=1)/seed5", "lp(p=1)/seed7", "lp(p=3)/seed5", "lp(p=3)/seed7"],
+        ["lp(p=inf)/seed5", "lp(p=inf)/seed7"],
+        ["softmax_plus_n(n=2)/seed5", "softmax_plus_n(n=2)/seed7"],
+    ]
+    logits = jnp.array([0.3, -1.0, 2.0])
+    for group in groups:
+        assert group.seeds.tolist() == [member.seed for member in group.members]
+        size = len(group.members)
+        weights = jax.vmap(lambda normalizer, _: normalizer.weights(logits))(
+            group.normalizer, jnp.arange(size)
+        )
+        for row, member in zip(weights, group.members, strict=True):
+            expected = attnorm.get_normalizer(member.normalizer, **dict(member.params)).weights(logits)
+            np.testing.assert_allclose(row, expected, rtol=1e-6)
