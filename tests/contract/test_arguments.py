@@ -1,6 +1,7 @@
 """Bad arguments: the error names the argument, what it got and what it wanted."""
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +219,7 @@ def test_normalizers_refuse(name, params, error, fragments):
 
 
 def test_a_normalizer_without_log_norm_says_so():
+    @dataclass(frozen=True)
     class Sigmoid(attnorm.Normalizer):
         """Weights that no norm divides."""
 

@@ -152,7 +152,7 @@ def test_vmap_with_bias_crashing(attend):
     mapped = jax.jit(jax.vmap(jax.value_and_grad(loss)))(bias)
     single = jax.jit(jax.value_and_grad(loss))
     for k in range(3):
-        assert_near("loss", mapped[0][k], single(bias[k])[0], 1e-6)
+        assert_near("loss", mapped[0][k], single(bias[k])[0], 1e-5)
         assert_near("gradient", mapped[1][k], single(bias[k])[1], 2e-6)
 
 
