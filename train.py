@@ -9,6 +9,7 @@ moment; the same command resumes it. --config.a.b=value changes a value of the c
 """
 
 import ast
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
     print("loading JAX", flush=True)
     from attnorm.training import loop
+    from attnorm.training.checkpoint import CheckpointError
     from attnorm.training.config import ConfigError
     from attnorm.training.mesh import ClusterError, initialize_distributed
     from attnorm.training.workdir import WorkdirError
@@ -34,6 +36,9 @@ def main(argv: list[str]) -> None:
         finished = loop.run(flags.FLAGS.config.to_dict(), workdir)
     except (ClusterError, ConfigError, WorkdirError, loop.NonFiniteError) as error:
         sys.exit(f"error: {error}")
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # the threads that failed to write would bury this message under theirs
     if finished:
         print(f"finished; everything is in {workdir}")
     else:

@@ -13,7 +13,7 @@ from attnorm.training.config import parse_argument
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments, after a colon: ``runlocal`` (seconds, to see that it runs), ``steps`` a stage, ``norm`` of the model."""
-    argument = parse_argument(argument, runlocal=False, steps=400, norm="layer")
+    argument = parse_argument(argument, runlocal=False, steps=320, norm="layer")
     config = ConfigDict()
     config.experiment = "counting"
     config.task = "counting"

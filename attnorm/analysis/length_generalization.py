@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Mapping
@@ -42,7 +43,8 @@ def median_table(results: Path) -> str:
     prefixes = sorted({prefix for _, _, prefix in ratios})
     lines = ["MSE / position-only MSE on the first b positions, median over seeds (* b = trained length)"]
     lines.append(f"{'trained':>8} {'':8} " + " ".join(f"{f'b={prefix}':>8} " for prefix in prefixes))
-    for length, name in dict.fromkeys((length, name) for length, name, _ in ratios):
+    rows = dict.fromkeys((length, name) for length, name, _ in ratios)
+    for length, name in sorted(rows, key=lambda row: row[0]):
         cells = (f"{ratios[length, name, b].median:>8.3g}{'*' if b == length else ' '}" for b in prefixes)
         lines.append(f"{length:>8} {name:8} " + " ".join(cells))
     return "\n".join(line.rstrip() for line in lines)
@@ -64,6 +66,18 @@ def draw(results: Path, figure_path: Path) -> None:
         panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
         for axes, length in zip(panels, lengths, strict=True):
             _draw_panel(axes, ratios, length, names)
+        panels[0].annotate(
+            "trained length",
+            (lengths[0], 0.03),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="bottom",
+            color="0.35",
+            fontsize=9,
+        )
         panels[0].set_ylabel("MSE / position-only MSE")
         panels[0].legend(frameon=False, loc="best", title="norm of the weights")
         figure.supxlabel("length of the evaluated prefix", fontsize=11)
@@ -89,9 +103,9 @@ def _draw_panel(axes, ratios, length, names):
             label=name,
         )
         lowest, highest = [points[b].lowest for b in prefixes], [points[b].highest for b in prefixes]
-        axes.fill_between(prefixes, lowest, highest, color=color, alpha=0.15, linewidth=0)
+        axes.fill_between(prefixes, lowest, highest, color=color, alpha=0.13, linewidth=0)
     axes.axhline(1, color="0.35", linewidth=1, linestyle="--")
-    axes.axvline(length, color="0.6", linewidth=1, linestyle=":")
+    axes.axvline(length, color="0.6", linewidth=1, linestyle=":", zorder=0)
     axes.annotate(
         "guess from the position alone", (0.02, 1), xycoords=("axes fraction", "data"), xytext=(0, 3),
         textcoords="offset points", color="0.35", fontsize=9,
@@ -99,7 +113,7 @@ def _draw_panel(axes, ratios, length, names):
     axes.set_title(f"trained to length {length}", fontsize=11)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = _spread_out(prefixes, 6)
+    ticks = prefixes[:: math.ceil(len(prefixes) / 5)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(axis="y", color="0.92")

@@ -21,6 +21,7 @@ def counting_batch(
     >>> from attnorm.data.counting import counting_batch
     >>> tokens, counts = counting_batch(jax.random.key(1), batch_size=1, length=8, vocab_size=2)
     >>> print(tokens[0], counts[0])
+    [0 1 0 1 0 0 0 1] [0. 0. 1. 1. 2. 3. 4. 4.]
     """
     tokens = jax.random.randint(key, (batch_size, length), 0, vocab_size)
     is_target = (tokens == tokens[:, :1]).at[:, 0].set(False)

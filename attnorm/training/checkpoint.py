@@ -1,11 +1,17 @@
 """Checkpoints: written in the background, complete or absent, the newest few kept."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
 
 from attnorm.training.state import TrainState
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. Those before it are complete."""
 
 
 class Checkpointer:
@@ -17,6 +23,8 @@ class Checkpointer:
     """
 
     def __init__(self, directory: Path, keep: int):
+        self._directory = directory
+        self._failed = False
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
@@ -25,8 +33,13 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState) -> None:
-        """Returns when the state has been copied; writing goes on in the background."""
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        """Returns when the state has been copied; writing goes on in the background.
+
+        Raises:
+          CheckpointError: this one, or the one before, could not be written.
+        """
+        with self._explained():
+            self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state of that step, with the shapes, types and placement of ``like``."""
@@ -34,8 +47,29 @@ class Checkpointer:
         return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
     def wait(self) -> None:
-        """Returns when everything saved is complete on disk; raises what writing it raised."""
-        self._manager.wait_until_finished()
+        """Returns when everything saved is complete on disk.
+
+        Raises:
+          CheckpointError: as `save`.
+        """
+        with self._explained():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        """Waits, then ends the background threads; after a failure there is nothing left to wait for."""
+        if not self._failed:
+            self.wait()
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        # What tensorstore and the file system raise, a full disk for example.
+        except (OSError, RuntimeError, ValueError) as error:
+            self._failed = True
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(
+                f"a checkpoint in {self._directory} could not be written: {reason}\n"
+                "The checkpoints before it are complete. When there is space again, the same command resumes."
+            ) from error

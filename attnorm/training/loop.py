@@ -42,7 +42,8 @@ def run(config: Mapping[str, Any], workdir: Path) -> bool:
       Whether the run is complete; False where Ctrl-C or SIGTERM ended it, after saving.
 
     Raises:
-      ConfigError, WorkdirError: before anything is written.
+      ConfigError, WorkdirError: before anything is written; also WorkdirError and
+      CheckpointError: a full disk, for example, after which the last complete checkpoint is intact.
       NonFiniteError: the state that gave a non-finite loss is never saved.
     """
     train_config, task = parse_config(config)
@@ -52,7 +53,12 @@ def run(config: Mapping[str, Any], workdir: Path) -> bool:
     multihost_utils.sync_global_devices("workdir")
     checkpointer = Checkpointer(workdir / files.CHECKPOINTS, train_config.keep_checkpoints)
     with contextlib.closing(checkpointer):
-        return _Run(train_config, task, workdir, checkpointer).finish()
+        try:
+            return _Run(train_config, task, workdir, checkpointer).finish()
+        except OSError as error:
+            raise files.WorkdirError(
+                f"writing to {workdir} failed: {error.strerror}. What was saved is complete; the same command resumes."
+            ) from error
 
 
 def parse_config(config: Mapping[str, Any]) -> tuple[TrainConfig, Task]:

@@ -104,9 +104,11 @@ class CountingTask:
         _, params, model_state = nnx.split(self._model(key), nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
 
+    def batch_size(self, stage):
+        return self.config.tokens_per_batch // stage.length
+
     def batch(self, key, stage):
-        batch_size = self.config.tokens_per_batch // stage.length
-        return counting_batch(key, batch_size, stage.length, self.config.vocab_size)
+        return counting_batch(key, self.batch_size(stage), stage.length, self.config.vocab_size)
 
     def loss(self, params, model_state, batch, normalizer):
         tokens, counts = batch

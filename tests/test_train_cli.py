@@ -1,0 +1,149 @@
+"""train.py as users run it: killed at any moment, stopped, and called with bad input."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    "--config=configs/counting.py:runlocal",
+    "--config.counting.steps_per_stage=40",
+    "--config.checkpoint_every=2",
+    "--config.log_every=3",
+    "--config.eval_every=7",
+)
+
+
+def command(workdir, *arguments):
+    return [sys.executable, "train.py", f"--workdir={workdir}", *arguments]
+
+
+def run(workdir, *arguments, **kwargs):
+    return subprocess.run(command(workdir, *arguments), cwd=ROOT, capture_output=True, text=True, **kwargs)
+
+
+def start(workdir, *arguments):
+    return subprocess.Popen(
+        command(workdir, *arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def exact(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rows = [{key: value for key, value in row.items() if not key.startswith("wall/")} for row in rows]
+    return rows, (workdir / "results.csv").read_text(), (workdir / "evaluations.jsonl").read_text()
+
+
+def committed(workdir):
+    return {int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()}
+
+
+def temporaries(workdir):
+    return list((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp"))
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(process, condition):
+    while not (found := condition()):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.001)
+    return found
+
+
+def kill_inside_a_save(workdir):
+    """Kills the run so that a checkpoint is left that was begun but is not complete."""
+    for _ in range(20):
+        process = start(workdir, *TINY)
+        reached = max(committed(workdir), default=0)
+        wait_for(process, lambda reached=reached: max(committed(workdir), default=0) > reached)
+        wait_for(process, lambda: temporaries(workdir))
+        kill(process)
+        if temporaries(workdir):
+            break
+    unfinished = {int(path.name.partition(".")[0]) for path in temporaries(workdir)}
+    assert unfinished and not unfinished & committed(workdir)
+
+
+@pytest.mark.slow
+def test_killed_three_times_a_run_ends_as_if_nothing_had_happened(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    result = run(whole, *TINY)
+    assert result.returncode == 0, result.stderr
+
+    kill_inside_a_save(killed)
+    for delay in random.sample([0.0, 0.1, 0.3, 0.6], 2):
+        process = start(killed, *TINY)
+        reached = max(committed(killed))
+        wait_for(process, lambda reached=reached: max(committed(killed)) > reached)
+        time.sleep(delay)
+        kill(process)
+        assert max(committed(killed)) < 80, "the run was over before it was killed"
+    result = run(killed, *TINY)
+    assert result.returncode == 0, result.stderr
+    assert "resuming after step" in result.stdout
+    assert not temporaries(killed)
+    assert exact(killed) == exact(whole)
+    assert max(committed(killed)) == 80
+
+    again = run(killed, *TINY)
+    assert again.returncode == 0
+    assert "is finished (80 steps)" in again.stdout
+    assert exact(killed) == exact(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_saves_exits_with_0_and_says_how_to_go_on(tmp_path, signum):
+    process = start(tmp_path / "run", *TINY)
+    wait_for(process, lambda: (tmp_path / "run/checkpoints").is_dir() and committed(tmp_path / "run"))
+    process.send_signal(signum)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    *_, before_last, last = output.splitlines()
+    assert before_last.startswith("interrupted after step")
+    step = int(before_last.split()[3])
+    assert max(committed(tmp_path / "run")) == step
+    assert last.startswith(f"resume with: python train.py --workdir={tmp_path}/run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config.optimizer.learning_rat=1",), "learning_rat"),
+        (("--config.ensemble.normalizers=('lp(p=-1)',)",), "'lp(p=-1)': p must be positive"),
+        (("--config=configs/counting.py:runloca",), "unknown key 'runloca'; did you mean 'runlocal'?"),
+    ],
+)
+def test_bad_input_is_an_error_that_names_it_and_writes_nothing(tmp_path, arguments, message):
+    result = run(tmp_path / "run", *arguments)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_lists_the_configs():
+    output = run("unused", "--help").stdout
+    assert "configs/counting.py" in output and "configs/counting_paper.py" in output
+    assert "--workdir" in output
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
+    limited = ["bash", "-c", 'ulimit -f 6; exec "$@"', "bash", *command(tmp_path / "run", *TINY)]
+    result = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    error = result.stderr[result.stderr.rindex("error: ") :]
+    assert "File too large" in error and "the same command resumes" in error
+    result = run(tmp_path / "run", *TINY)
+    assert result.returncode == 0, result.stderr
