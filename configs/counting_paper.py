@@ -1,6 +1,11 @@
 """Counting with L1 and L2 attention weights at the published size.
 
 python train.py --workdir=runs/counting_paper --config=configs/counting_paper.py
+
+Hardware: one GPU or TPU with about 40 GB (an estimate), or several: the batch is split over all devices.
+Time: not measured; 90,112 steps of 2 models and 131,072 tokens, 3.6e18 floating-point operations.
+Expected: not run yet. Published, one run each: after length 512, the MSE at b = 512 is 0.10 to 0.25 for p = 1 and
+0.011 to 0.016 for p = 2; after length 32768, at b = 32768, it is 9.6 and 0.85 times that of the position alone.
 """
 
 from ml_collections import ConfigDict

@@ -143,6 +143,7 @@ def test_a_finished_run_rewrites_its_report_only(tiny, finished_run, tmp_path, c
     assert snapshot(workdir) == before
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_resumes(tiny, finished_run, tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "run"
     record = loop._Run._record
