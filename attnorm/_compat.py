@@ -30,3 +30,9 @@ def vary_alike(tree: Any) -> Any:
 def vary_like(tree: Any, other: Any) -> Any:
     """The tree with every array varying at least over the axes of ``other``."""
     return vary(tree, varying_axes(other))
+
+
+def shape_dtype_struct(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
+    """The shape of a kernel's output that varies over these mesh axes."""
+    varying = jax.sharding.ManualAxisType(varying=axes) if axes else None
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)

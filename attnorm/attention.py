@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -9,10 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from attnorm import chunked, reference, sharding
 from attnorm.arguments import checked_call, checked_dropout
+from attnorm.kernels import tpu
 from attnorm.normalizers import Normalizer
 
-_IMPLEMENTATIONS = {"reference": reference.attend, "chunked": chunked.attend}
+_IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas_tpu": tpu}
+# What an automatic choice tries, in order.
+_PREFERRED = {"tpu": ("pallas_tpu", "chunked")}
 _IMPLEMENTATIONS_OF_JAX = ("xla", "cudnn")
+_log = logging.getLogger(__name__)
 
 
 def dot_product_attention(
@@ -77,7 +83,8 @@ def dot_product_attention(
       return_log_norm: also return λ, with weights ``exp(s - λ)``; differentiable.
       return_residual: only False; ``jax.nn``'s logsumexp is ``return_log_norm`` with ``normalizer="softmax"``.
       implementation: ``"reference"`` (dense, any order of differentiation), ``"chunked"`` (O(T + S) memory, reverse
-        mode), a sequence of names to try in order, or None for the best on this platform.
+        mode), ``"pallas_tpu"`` (fused, reverse mode, no dropout, no float64; :class:`attnorm.kernels.Config`), a
+        sequence of names to try in order, or None for the best on this platform.
 
     Returns:
       The output (B, T, N, Hv), in query's dtype; with ``return_log_norm`` also λ (B, T, N), in float32 (float64 for
@@ -88,6 +95,7 @@ def dot_product_attention(
       ValueError: a shape, value, name or combination of arguments that is not accepted.
       TypeError: a dtype or type that is not accepted. Also jax's own, when forward-mode differentiation
         (``jvp``, ``hessian``) meets an implementation other than ``"reference"``.
+      NotImplementedError: no implementation that was named can serve the call; the message says why.
 
     >>> import jax, jax.numpy as jnp
     >>> import attnorm
@@ -122,12 +130,12 @@ def dot_product_attention(
     )
     if return_log_norm and type(call.normalizer).log_norm is Normalizer.log_norm:
         raise ValueError(f"return_log_norm: normalizer {call.normalizer} has no log-norm")
-    attend = _IMPLEMENTATIONS[_chosen(implementation)]
-    if 0 in (*call.query.shape, *call.value.shape):
-        attend = reference.attend  # nothing to cut into tiles
     dropout = checked_dropout(dropout_rate, dropout_rng)
     if (axes := sharding.explicit_axes(call.query)) is not None:
         return sharding.over_explicit_axes(dot_product_attention, arguments, *axes)
+    attend = _chosen(implementation, call.query, dropout, precision)
+    if 0 in (*call.query.shape, *call.value.shape):
+        attend = reference.attend  # nothing to cut into tiles
     output, log_norm = attend(
         call.query,
         call.key,
@@ -205,10 +213,12 @@ def attention_weights(
     return weights if call.batched else weights[0]
 
 
-def _chosen(implementation):
-    names = ("chunked",) if implementation is None else implementation
-    if isinstance(names, str):
-        names = (names,)
+def _chosen(implementation, query, dropout, precision):
+    """The first of the implementations asked for that can serve the call."""
+    if implementation is None:
+        names = _PREFERRED.get(jax.default_backend(), ("chunked",))
+    else:
+        names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not names:
         raise TypeError(f"implementation must be None, a name or a sequence of names, got {implementation!r}")
     for name in names:
@@ -217,4 +227,20 @@ def _chosen(implementation):
             if name in _IMPLEMENTATIONS_OF_JAX:
                 hint = "; that is a name of jax.nn.dot_product_attention"
             raise ValueError(f"implementation must be one of {list(_IMPLEMENTATIONS)}, got {name!r}{hint}")
-    return names[0]
+    reasons = []
+    for name in names:
+        module = _IMPLEMENTATIONS[name]
+        reason = module.supports(query, dropout, precision) if hasattr(module, "supports") else None
+        if reason is None:
+            if reasons:
+                _log_once(name, "; ".join(reasons))
+            return module.attend
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError(
+        f"implementation {implementation!r} cannot serve this call: {'; '.join(reasons)}"
+    )
+
+
+@functools.cache
+def _log_once(name, reasons):
+    _log.debug("attention by %s, because %s", name, reasons)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import functools
+import operator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -67,26 +69,25 @@ class Visibility:
         """
         i = i_start + jax.lax.broadcasted_iota(jnp.int32, (1, 1, i_size, j_size), 2)
         j = j_start + jax.lax.broadcasted_iota(jnp.int32, (1, 1, i_size, j_size), 3)
-        visible = (i < self.num_queries) & (j < self.num_keys)
-        if self.left is not None or self.right is not None:
-            distance = j - i
-            if self.offset is not None:
-                distance = distance - _per_batch(self.offset)
-            if self.right is not None:
-                visible &= distance <= self.right
-            if self.left is not None:
-                visible &= distance >= -self.left
-        if self.query_lengths is not None:
-            visible &= i < _per_batch(self.query_lengths)
-        if self.key_lengths is not None:
-            visible &= j < _per_batch(self.key_lengths)
+        query_ids = key_ids = mask = None
         if self.query_segment_ids is not None:
             query_ids = jax.lax.dynamic_slice_in_dim(self.query_segment_ids, i_start, i_size, axis=1)
             key_ids = jax.lax.dynamic_slice_in_dim(self.key_segment_ids, j_start, j_size, axis=1)
-            visible &= query_ids[:, None, :, None] == key_ids[:, None, None, :]
+            query_ids, key_ids = query_ids[:, None, :, None], key_ids[:, None, None, :]
         if self.mask is not None:
-            visible &= slice_tile(self.mask, i_start, i_size, j_start, j_size)
-        return visible
+            mask = slice_tile(self.mask, i_start, i_size, j_start, j_size)
+        return visible_pairs(
+            i,
+            j,
+            left=self.left,
+            right=self.right,
+            offset=None if self.offset is None else _per_batch(self.offset),
+            query_limit=_limit(self.num_queries, self.query_lengths),
+            key_limit=_limit(self.num_keys, self.key_lengths),
+            query_ids=query_ids,
+            key_ids=key_ids,
+            mask=mask,
+        )
 
     def dense(self) -> Bool[Array, "b n T S"] | None:
         """The whole mask, or None where nothing is hidden."""
@@ -177,6 +178,30 @@ class Visibility:
         return [span for span in spans if not _is_empty(span)]
 
 
+def visible_pairs(
+    i: Array, j: Array, *, left, right, offset, query_limit, key_limit, query_ids, key_ids, mask
+) -> Bool[Array, "..."]:
+    """Whether query i sees key j, for index arrays; the rest broadcasts against them, and is None where absent."""
+    conditions = []
+    if query_limit is not None:
+        conditions.append(i < query_limit)
+    if key_limit is not None:
+        conditions.append(j < key_limit)
+    if left is not None or right is not None:
+        distance = j - i
+        if offset is not None:
+            distance = distance - offset
+        if right is not None:
+            conditions.append(distance <= right)
+        if left is not None:
+            conditions.append(distance >= -left)
+    if query_ids is not None:
+        conditions.append(query_ids == key_ids)
+    if mask is not None:
+        conditions.append(mask)
+    return functools.reduce(operator.and_, conditions)
+
+
 def slice_tile(x: Array, i_start: int | Array, i_size: int, j_start: int | Array, j_size: int) -> Array:
     """The tile of an array whose last two axes are queries and keys, each full or of size 1."""
     if x.shape[-2] != 1:
@@ -184,6 +209,10 @@ def slice_tile(x: Array, i_start: int | Array, i_size: int, j_start: int | Array
     if x.shape[-1] != 1:
         x = jax.lax.dynamic_slice_in_dim(x, j_start, j_size, axis=-1)
     return x
+
+
+def _limit(length, lengths):
+    return length if lengths is None else jnp.minimum(length, _per_batch(lengths))
 
 
 def _per_batch(x):

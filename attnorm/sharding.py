@@ -70,6 +70,17 @@ def explicit_axes(
     return sharding.mesh, _as_tuple(batch), _as_tuple(heads)
 
 
+def is_partitioned_automatically(query: jax.Array) -> bool:
+    """Whether the compiler may split the query over devices as it likes, as far as can be seen from here."""
+    if isinstance(query, jax.Array) and not isinstance(query, jax.core.Tracer):
+        return len(query.sharding.device_set) > 1
+    mesh = jax.typeof(query).sharding.mesh
+    return any(
+        kind == AxisType.Auto and mesh.shape[axis] > 1
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+
+
 def over_explicit_axes(attention: Callable, named: dict[str, Any], mesh, batch_axes, head_axes):
     """Calls the attention on each device's own part; arrays are first brought to one layout."""
     explicit = {

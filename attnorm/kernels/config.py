@@ -1,0 +1,119 @@
+"""Block sizes and memory of the TPU kernels, and how to run them without a TPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+# Lanes of a vector register: tiles are multiples of it in both directions.
+LANES = 128
+_MIB = 2**20
+# Without knowledge of the chip (compiling ahead of time): the memory of the smallest one supported.
+_SMALLEST_VMEM = 16 * _MIB
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """How many queries and keys a tile holds at most; multiples of 128."""
+
+    query: int
+    key: int
+
+    def __post_init__(self):
+        for name, size in (("query", self.query), ("key", self.key)):
+            if not isinstance(size, int) or size < 1 or size % LANES:
+                raise ValueError(f"block size {name} must be a positive multiple of {LANES}, got {size!r}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How kernels are built. Used as a context, also around ``jax.jit``:
+
+    >>> import jax.numpy as jnp
+    >>> import attnorm
+    >>> from attnorm import kernels
+    >>> query, key, value = jnp.ones((3, 1, 128, 2, 64))
+    >>> with kernels.config(kernels.Config(interpret=True)):
+    ...     out = attnorm.dot_product_attention(query, key, value, implementation="pallas_tpu")
+    >>> out.shape
+    (1, 128, 2, 64)
+
+    Attributes:
+      forward: block sizes of the forward kernel; None takes them from a table per kind of device.
+      backward: block sizes of the backward kernels, likewise.
+      vmem_bytes: vector memory that a kernel may use; None is three quarters of what the device has.
+      interpret: run without a TPU: True, or ``pltpu.InterpretParams`` to simulate the DMAs too.
+    """
+
+    forward: BlockSizes | None = None
+    backward: BlockSizes | None = None
+    vmem_bytes: int | None = None
+    interpret: Any = False
+
+
+config = jax.make_user_context(Config())
+
+
+def vmem_bytes() -> int:
+    """The vector memory that one kernel may use."""
+    if config.value.vmem_bytes is not None:
+        return config.value.vmem_bytes
+    return _capacity() * 3 // 4
+
+
+def dq_bytes() -> int:
+    """The part of it that is left to the gradient of the queries."""
+    return vmem_bytes() // 2
+
+
+def forward_blocks(width: int, itemsize: int, dense_bytes: int) -> BlockSizes:
+    """Blocks of the forward kernel, for padded head dims of ``width`` in sum (H + Hv).
+
+    ``dense_bytes``: of mask and bias, for every pair of a tile.
+    """
+
+    def needed(blocks):
+        rows = blocks.query * (width * (itemsize * 2 + 4) + 2 * 3 * 4 * LANES)
+        keys = blocks.key * width * itemsize * 2
+        return rows + keys + blocks.query * blocks.key * (_FORWARD_TILES * 4 + 2 * dense_bytes)
+
+    return config.value.forward or _shrunk(_preferred_blocks(), needed)
+
+
+def backward_blocks(width: int, itemsize: int, dense_bytes: int) -> BlockSizes:
+    """Blocks of the backward kernels; half of the memory is left to the gradient of the queries."""
+
+    def needed(blocks):
+        sides = (blocks.query + 2 * blocks.key) * width * itemsize * 2 + blocks.key * width * 4
+        return 2 * sides + blocks.query * blocks.key * (_BACKWARD_TILES * 4 + 2 * dense_bytes)
+
+    return config.value.backward or _shrunk(_preferred_blocks(), needed)
+
+
+# Float32 tiles that are alive at once, by what compiled.
+_FORWARD_TILES = 4
+_BACKWARD_TILES = 6
+
+
+def _preferred_blocks():
+    large = _capacity() >= 64 * _MIB
+    return BlockSizes(1024, 1024) if large else BlockSizes(512, 512)
+
+
+def _shrunk(blocks, needed):
+    while needed(blocks) > vmem_bytes() and max(blocks.query, blocks.key) > LANES:
+        if blocks.query >= blocks.key:
+            blocks = replace(blocks, query=blocks.query // 2)
+        else:
+            blocks = replace(blocks, key=blocks.key // 2)
+    return blocks
+
+
+def _capacity():
+    try:
+        return pltpu.get_tpu_info().vmem_capacity_bytes
+    except ValueError:  # no TPU here, and no abstract device in the context
+        return _SMALLEST_VMEM

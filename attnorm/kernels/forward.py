@@ -1,0 +1,103 @@
+"""The forward kernel: output and row state of one tile of queries over all tiles of keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnorm.kernels import tile
+from attnorm.kernels.call import pallas_call
+from attnorm.kernels.config import LANES
+from attnorm.kernels.schedule import make_schedule
+
+
+def forward(static, inputs: tile.Inputs, visibility, bounds):
+    """The output (B, N, T, Hv), and the row state: m and statistics (B, N, 1, T). All padded."""
+    tiling = static.tiling
+    bq, bk = tiling.bq, tiling.bk
+    B, N, T, _ = inputs.query.shape
+    Hv = inputs.value.shape[-1]
+    schedule, tables = make_schedule(visibility, tiling, bounds, keys_outer=False)
+    num_stats = len(jax.eval_shape(_terms_of_zero, inputs.rule)[1])
+
+    def locate(b, n, i, j, tables):
+        key_head = jax.lax.div(n, static.G)
+        return dict(b=b, n=n, k=key_head, q=i, s=schedule.fetch(tables, b, i, j))
+
+    def spec(x, axes):
+        return tile.block_spec(x, axes, dict(b=1, n=1, k=1, q=bq, s=bk), locate)
+
+    in_specs = jax.tree.map(spec, inputs, tile.spread(tile.AXES, inputs))
+    row = jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)
+    output = jax.ShapeDtypeStruct((B, N, T, Hv), inputs.query.dtype)
+    outputs = [
+        (x.shape, x.dtype, spec(x, axes))
+        for x, axes in ((output, "bnq_"), *((row, "bn_q") for _ in range(1 + num_stats)))
+    ]
+    rows = pltpu.VMEM((bq, LANES), jnp.float32)
+
+    def kernel(tables, refs, outputs, scratch):
+        b, _, i, j = (pl.program_id(axis) for axis in range(4))
+        accumulator, m_ref, *stats_refs = scratch
+
+        def rule(shape):
+            return tile.rule_over(refs.rule, shape)
+
+        @pl.when(j == 0)
+        def _():
+            accumulator[...] = jnp.zeros_like(accumulator)
+            floor = float(jnp.finfo(jnp.float32).min)
+            m_ref[...] = jnp.broadcast_to(jnp.float32(rule(m_ref.shape).start(floor)), m_ref.shape)
+            for ref in stats_refs:
+                ref[...] = jnp.zeros_like(ref)
+
+        def step(masked):
+            s, _ = tile.logits(static, refs, transposed=False)
+            value = refs.value[0, 0]
+            if masked:
+                visible = tile.visible(static, refs, tables.bounds, b, i, j, transposed=False)
+                s = jnp.where(visible, s, -jnp.inf)
+            m_old = m_ref[...]
+            m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
+            f, terms = rule(s.shape).terms(s, tile.widen(m, bk))
+            factor, factors = rule(m.shape).rescale(m_old, m)
+            for ref, r, h in zip(stats_refs, factors, terms, strict=True):
+                ref[...] = ref[...] * r + jnp.sum(h, axis=1, keepdims=True)
+            if masked:
+                value, marked = tile.cleaned(value)
+                f = jnp.where(visible, f + marked, 0)
+            product = tile.dot(f.astype(value.dtype), value, (1, 0), static.precision)
+            accumulator[...] = accumulator[...] * tile.widen(factor, Hv) + product
+            m_ref[...] = m
+
+        tile.run(schedule, tables, b, i, j, step)
+
+        @pl.when(j == tiling.nk - 1)
+        def _():
+            output, *rows = outputs
+            stats = tuple(ref[...] for ref in stats_refs)
+            g = rule(m_ref.shape).finalize(stats, m_ref[...])
+            output[0, 0] = (accumulator[...] * tile.widen(g, Hv)).astype(output.dtype)
+            for row, x in zip(rows, (m_ref[...], *stats), strict=True):
+                row[0, 0] = jnp.transpose(x)[:1]
+
+    output, m, *stats = pallas_call(
+        kernel,
+        name="attnorm_forward",
+        grid=(B, N, tiling.nq, tiling.nk),
+        semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        tables=tables,
+        inputs=inputs,
+        in_specs=in_specs,
+        outputs=outputs,
+        scratch=[pltpu.VMEM((bq, Hv), jnp.float32), rows, *(rows for _ in range(num_stats))],
+        static=static,
+    )
+    return output, m, tuple(stats)
+
+
+def _terms_of_zero(rule):
+    zero = jnp.zeros((1, 1), jnp.float32)
+    return tile.rule_over(rule, zero.shape).terms(zero, zero)

@@ -1,0 +1,277 @@
+"""Fused attention on TPU for any one-pass normaliser, as Pallas kernels with an exact custom VJP.
+
+The kernels compute tiles; what is linear in the number of rows (the finaliser's backward, the factors of the
+output's cotangent, the log-norm) stays here, in plain JAX.
+
+Letters: B batch, N query heads, K key heads, G query heads per key head, T queries, S keys, H and Hv head dims.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from attnorm import _compat, sharding
+from attnorm.dropout import Dropout
+from attnorm.kernels.backward import backward, bias_backward
+from attnorm.kernels.call import (
+    heads_first,
+    heads_last,
+    pad_ids,
+    pad_pairs,
+    rows_first,
+    rows_last,
+)
+from attnorm.kernels.config import LANES, backward_blocks, config, dq_bytes, forward_blocks, vmem_bytes
+from attnorm.kernels.forward import forward
+from attnorm.kernels.schedule import Tiling, make_bounds
+from attnorm.kernels.tile import TRANSPOSED_AXES, Inputs, spread
+from attnorm.masks import Visibility
+from attnorm.normalizers.rule import Normalizer
+
+
+def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
+    """Why these kernels cannot serve a call, or None."""
+    if dropout is not None:
+        return "dropout is not supported"
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"dtype {query.dtype} is not supported"
+    if _precision(precision) is NotImplemented:
+        return f"precision {precision!r} is not supported"
+    if sharding.is_partitioned_automatically(query):
+        return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
+    return None
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    bias: Float[Array, "b n t s"] | None,
+    visibility: Visibility,
+    normalizer: Normalizer,
+    *,
+    scale: float,
+    logits_soft_cap: float | None,
+    dropout: None,
+    precision,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"] | None]:
+    """Output in query's dtype, and the log-norm in float32. No dimension may be 0."""
+    dtype = query.dtype
+    if dtype == jnp.float16:  # TPUs have no float16
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    # A power of two, or float32, takes the scale into the queries; elsewhere that would round them again.
+    is_exact = query.dtype == jnp.float32 or math.frexp(abs(scale))[0] in (0, 0.5)
+    static = _Static(
+        G=query.shape[2] // key.shape[2],
+        scale=scale,
+        logit_factor=1.0 if is_exact else scale,
+        logits_soft_cap=logits_soft_cap,
+        left=visibility.left,
+        right=visibility.right,
+        precision=_precision(precision),
+        vmem_bytes=vmem_bytes(),
+        interpret=config.value.interpret,
+        forward=_tiling(forward_blocks, query, key, value, bias, visibility),
+        backward=_tiling(backward_blocks, query, key, value, bias, visibility),
+    )
+    heads = query.shape[2:3]
+    normalizer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, heads), normalizer)
+    arrays = (query, key, value, bias, normalizer, visibility)
+    # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
+    output, log_norm = _attend(static, *_compat.vary_alike(arrays))
+    return output.astype(dtype), log_norm
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What is known when a kernel is built. ``logit_factor`` is the part of the scale left to the kernels."""
+
+    G: int
+    scale: float
+    logit_factor: float
+    logits_soft_cap: float | None
+    left: int | None
+    right: int | None
+    precision: Any
+    vmem_bytes: int
+    interpret: Any
+    forward: Tiling
+    backward: Tiling
+    tiling: Tiling | None = None
+
+
+def _tiling(choose_blocks, query, key, value, bias, visibility):
+    width = sum(_round_up(x.shape[-1], LANES) for x in (query, value))
+    dense = [x for x in (bias, visibility.mask) if x is not None and 1 not in x.shape[2:]]
+    blocks = choose_blocks(width, query.dtype.itemsize, sum(x.dtype.itemsize for x in dense))
+    T, S = query.shape[1], key.shape[1]
+    return Tiling(T, S, _even_block(T, blocks.query), _even_block(S, blocks.key))
+
+
+def _even_block(length, largest):
+    """Tiles of equal size, so that the last one is not mostly padding."""
+    size = -(-length // -(-length // largest))
+    return min(largest, _round_up(size, LANES))
+
+
+def _round_up(x, unit):
+    return -(-x // unit) * unit
+
+
+def _precision(precision):
+    """For products of float32: HIGHEST for all above the default, for want of levels between."""
+    if precision is None:
+        return None
+    try:
+        levels = [jax.lax.Precision(p) for p in (precision if isinstance(precision, tuple) else (precision,))]
+    except ValueError:
+        return NotImplemented
+    default = jax.lax.Precision.DEFAULT
+    return default if all(level == default for level in levels) else jax.lax.Precision.HIGHEST
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, query, key, value, bias, normalizer, visibility):
+    return _attend_forward(static, query, key, value, bias, normalizer, visibility)[0]
+
+
+def _attend_forward(static, query, key, value, bias, normalizer, visibility):
+    static = replace(static, tiling=static.forward)
+    tiling = static.tiling
+    inputs, visibility_padded = _inputs(static, query, key, value, bias, normalizer, visibility)
+    output, m, stats = forward(static, inputs, visibility_padded, make_bounds(visibility, tiling))
+    output = heads_last(output, tiling.T, value.shape[-1])
+    m, stats = jax.tree.map(lambda x: rows_last(x, tiling.T), (m, stats))
+    output = checkpoint_name(output, "attnorm_output")
+    m, stats = checkpoint_name((m, stats), "attnorm_row_state")
+    log_norm = normalizer.log_norm(stats, m)
+    residuals = (query, key, value, bias, normalizer, visibility, output, m, stats)
+    return (output, log_norm), residuals
+
+
+def _attend_backward(static, residuals, cotangents):
+    query, key, value, bias, normalizer, visibility, output, m, stats = residuals
+    d_output, d_log_norm = cotangents
+
+    # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
+    d_output = d_output.astype(jnp.float32)
+    delta = jnp.sum(d_output * output.astype(jnp.float32), axis=-1)
+    g, pull_factor = jax.vjp(lambda stats, rule: rule.finalize(stats, m), stats, normalizer)
+    d_stats, d_normalizer = pull_factor(delta / jnp.where(g == 0, 1, g))
+    if d_log_norm is not None:
+        _, pull_log_norm = jax.vjp(lambda stats, rule: rule.log_norm(stats, m), stats, normalizer)
+        d_stats, d_normalizer = jax.tree.map(
+            jnp.add, (d_stats, d_normalizer), pull_log_norm(d_log_norm.astype(jnp.float32))
+        )
+    d_output = (d_output * g[..., None]).astype(query.dtype)
+
+    static = replace(static, tiling=static.backward)
+    tiling = static.tiling
+    T, Hv = tiling.nq * tiling.bq, _round_up(value.shape[-1], LANES)
+    inputs, padded = _inputs(static, query, key, value, bias, normalizer, visibility, transposed=True)
+    inputs = inputs._replace(
+        d_output=heads_first(d_output, T, Hv),
+        m=rows_first(m, T),
+        d_stats=tuple(rows_first(x, T) for x in d_stats),
+    )
+    dq, dk, dv, d_rule = _backward_by_chunks(static, inputs, padded, query.dtype)
+    dq = heads_last(dq, tiling.T, query.shape[-1])
+    dk, dv = heads_last(dk, tiling.S, key.shape[-1]), heads_last(dv, tiling.S, value.shape[-1])
+    d_normalizer = jax.tree.map(lambda a, b: a + jnp.sum(b, (0, 2, 3)), d_normalizer, d_rule)
+    d_bias = None
+    if bias is not None:
+        d_bias = bias_backward(static, inputs, padded, make_bounds(visibility, tiling))
+        d_bias = jnp.swapaxes(d_bias, 2, 3)[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    return dq, dk, dv, d_bias, d_normalizer, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _inputs(static, query, key, value, bias, normalizer, visibility, transposed=False):
+    """The padded inputs of a kernel, and the visibility with its arrays padded."""
+    tiling = static.tiling
+    T, S = tiling.nq * tiling.bq, tiling.nk * tiling.bk
+    H, Hv = (_round_up(x.shape[-1], LANES) for x in (query, value))
+    if static.logit_factor == 1:
+        query = (query.astype(jnp.float32) * static.scale).astype(query.dtype)
+    query_ids, key_ids, mask = visibility.query_segment_ids, visibility.key_segment_ids, visibility.mask
+    columns, rows = query_ids, key_ids
+    if query_ids is not None:
+        query_ids, key_ids = pad_ids(query_ids, T), pad_ids(key_ids, S)
+        columns, rows = query_ids[:, :, None], key_ids[:, None]
+        if transposed:
+            columns, rows = query_ids[:, None], key_ids[:, :, None]
+    if bias is not None:
+        bias = pad_pairs(bias, T, S)
+    if mask is not None:
+        mask = pad_pairs(mask.astype(jnp.int8), T, S)
+    if transposed:
+        bias, mask = (None if x is None else jnp.swapaxes(x, 2, 3) for x in (bias, mask))
+    inputs = Inputs(
+        query=heads_first(query, T, H),
+        key=heads_first(key, S, H),
+        value=heads_first(value, S, Hv),
+        bias=bias,
+        mask=mask,
+        query_ids=columns,
+        key_ids=rows,
+        rule=jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf[:, None, None], (*leaf.shape, 8, LANES)), normalizer
+        ),
+    )
+    return inputs, replace(visibility, query_segment_ids=query_ids, key_segment_ids=key_ids)
+
+
+def _backward_by_chunks(static, inputs, visibility, dtype):
+    """dq, dk, dv and the parameters' gradients, over chunks of queries whose dq fits in vector memory."""
+    tiling = static.tiling
+    B, N, T, H = inputs.query.shape
+    per_tile = static.G * tiling.bq * H * (4 + 2 * dtype.itemsize)
+    chunks = -(-tiling.nq * per_tile // dq_bytes())
+    if chunks == 1:
+        return backward(static, inputs, visibility, make_bounds(visibility, tiling), (dtype,) * 3)
+
+    size = -(-tiling.nq // chunks) * tiling.bq
+    chunks = -(-T // size)
+    static = replace(static, tiling=replace(tiling, T=size))
+
+    def part(x, axis, c):
+        return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, c * size, size, axis)
+
+    def pad(x, axis):
+        width = 0 if x.shape[axis] == 1 else chunks * size - T
+        return jnp.pad(x, [(0, width if a == axis else 0) for a in range(x.ndim)])
+
+    def over_queries(fn, inputs, visibility):
+        """Applies ``fn(x, axis of the queries)`` where there is one."""
+        inputs = jax.tree.map(
+            lambda x, letters: fn(x, letters.index("q")) if "q" in letters else x,
+            inputs,
+            spread(TRANSPOSED_AXES, inputs),
+        )
+        ids = visibility.query_segment_ids
+        return inputs, replace(visibility, query_segment_ids=None if ids is None else fn(ids, 1))
+
+    inputs, visibility = over_queries(pad, inputs, visibility)
+
+    def chunk(sums, c):
+        own = over_queries(lambda x, axis: part(x, axis, c), inputs, visibility)
+        bounds = make_bounds(visibility, static.tiling, first_query=c * size)
+        dq, *more = backward(static, *own, bounds, (dtype, jnp.float32, jnp.float32))
+        return jax.tree.map(jnp.add, sums, tuple(more)), dq
+
+    zeros = (
+        *(jnp.zeros(x.shape, jnp.float32) for x in (inputs.key, inputs.value)),
+        jax.tree.map(lambda leaf: jnp.zeros((B, *leaf.shape), jnp.float32), inputs.rule),
+    )
+    (dk, dv, d_rule), dq = jax.lax.scan(chunk, _compat.vary_like(zeros, inputs.query), jnp.arange(chunks))
+    return jnp.moveaxis(dq, 0, 2).reshape(B, N, -1, H), dk.astype(dtype), dv.astype(dtype), d_rule
