@@ -29,7 +29,7 @@ def assert_close(what, got, expected, plain, *, scale, largest_logit, eps=None, 
     bad = finite & ~np.isfinite(got)
     assert not bad.any(), f"{what}: {bad.sum()} of {bad.size} entries are not finite, first at {_first(bad)}"
     error = np.where(finite, np.abs(got - np.where(finite, expected, 0)), 0)
-    plain_error = np.max(np.abs(plain - expected)[finite])
+    plain_error = np.max(np.abs(plain[finite] - expected[finite]))
     assert np.isfinite(plain_error), f"{what}: plain JAX is not finite here, so the case measures nothing"
     bound = 3 * plain_error + 4 * eps * (1 + largest_logit) * scale
     at = np.unravel_index(np.argmax(error), error.shape)

@@ -74,7 +74,10 @@ def lp_backward(logits, d_weights, d_log_norm, p):
         return exponential_backward(weights, ties / max(ties.sum(), 1), {}, d_weights, d_log_norm)
     powers, _ = softmax(np, p * logits)
     slope = -entropy(p * logits) / p**2
-    return exponential_backward(weights, powers, {"p": slope}, d_weights, d_log_norm)
+    row = exponential_backward(weights, powers, {"p": slope}, d_weights, d_log_norm)
+    # An error e of a logit moves sum w (s - log norm) / p by w e / p, also where the entropy itself vanishes.
+    terms = (1 + entropy(p * logits)) / p**2 * (np.abs(d_log_norm) + weights @ np.abs(d_weights))
+    return row._replace(params_terms={"p": terms})
 
 
 def entropy(logits):
