@@ -188,13 +188,12 @@ def visible_pairs(
     if key_limit is not None:
         conditions.append(j < key_limit)
     if left is not None or right is not None:
-        distance = j - i
-        if offset is not None:
-            distance = distance - offset
+        # Of the form j <= i': what varies along one axis alone costs nothing per pair.
+        offset = 0 if offset is None else offset
         if right is not None:
-            conditions.append(distance <= right)
+            conditions.append(j <= i + (offset + right))
         if left is not None:
-            conditions.append(distance >= -left)
+            conditions.append(j >= i + (offset - left))
     if query_ids is not None:
         conditions.append(query_ids == key_ids)
     if mask is not None:

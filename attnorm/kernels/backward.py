@@ -13,12 +13,14 @@ from attnorm.kernels.config import LANES
 from attnorm.kernels.schedule import make_schedule
 
 
-def tile_gradients(static, inputs: tile.Inputs, visible):
-    """Numerators, gradients of the logits, and of the parameters, all keys × queries; 0 where hidden."""
+def tile_gradients(static, inputs: tile.Inputs, m, visible, is_tame=False):
+    """Numerators, gradients of the logits, and of the parameters, all keys × queries; 0 where hidden.
+
+    Where all inputs are tame, a hidden pair gives 0 by itself, since its numerator is 0.
+    """
     s, capped = tile.logits(static, inputs, transposed=True)
     if visible is not None:
         s = jnp.where(visible, s, -jnp.inf)
-    m = inputs.m[0, 0]
     # Parameters are spread over the tile, so that the gradient of a hidden pair can be dropped.
     rule = tile.rule_over(inputs.rule, s.shape)
     (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m), s, rule)
@@ -26,7 +28,7 @@ def tile_gradients(static, inputs: tile.Inputs, visible):
     ds, d_rule = pull((df, tuple(jnp.broadcast_to(d[0, 0], s.shape) for d in inputs.d_stats)))
     if capped is not None:
         ds = ds * (1 - jnp.square(capped))
-    if visible is not None:
+    if visible is not None and not is_tame:
         f, ds, d_rule = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, ds, d_rule))
     return f, ds, d_rule
 
@@ -66,12 +68,13 @@ def backward(static, inputs: tile.Inputs, visibility, bounds, dtypes):
         pltpu.VMEM((G, T, H), jnp.float32),
         pltpu.VMEM((bk, H), jnp.float32),
         pltpu.VMEM((bk, Hv), jnp.float32),
+        pltpu.SMEM((1,), jnp.int32),
         *(pltpu.VMEM((G, 8, LANES), jnp.float32) for _ in range(num_parameters)),
     ]
 
     def kernel(tables, refs, outputs, scratch):
         b, _, j, g, i = (pl.program_id(axis) for axis in range(5))
-        dq_sum, dk_sum, dv_sum, *parameter_sums = scratch
+        dq_sum, dk_sum, dv_sum, keys_are_tame, *parameter_sums = scratch
         first_query, last_query = (g == 0) & (i == 0), (g == G - 1) & (i == nq - 1)
 
         @pl.when(first_query & (j == 0))
@@ -83,24 +86,42 @@ def backward(static, inputs: tile.Inputs, visibility, bounds, dtypes):
         def _():
             dk_sum[...] = jnp.zeros_like(dk_sum)
             dv_sum[...] = jnp.zeros_like(dv_sum)
+            is_tame = tile.is_tame(refs.key[0, 0], refs.value[0, 0])
+            keys_are_tame[0] = is_tame.astype(jnp.int32)
 
-        def step(masked):
-            query, key, d_output = refs.query[0, 0], refs.key[0, 0], refs.d_output[0, 0]
+        def add(refs, start, size, masked, is_tame):
+            i_start = pl.multiple_of(i * bq + start, LANES)
+            query, key, d_output, m = (x[0, 0] for x in (refs.query, refs.key, refs.d_output, refs.m))
             visible = None
             if masked:
-                visible = tile.visible(static, refs, tables.bounds, b, i, j, transposed=True)
-            f, ds, d_rule = tile_gradients(static, refs, visible)
-            if masked:
-                query, key = (tile.cleaned(x)[0] for x in (query, key))
-                d_output, marked = tile.cleaned(d_output)
-                f = jnp.where(visible, f + marked, 0)
+                visible = tile.visible(
+                    static, refs, tables.bounds, b, i_start, j * bk, (bk, size), transposed=True
+                )
+            if not is_tame:
+                query, key = tile.finite(query), tile.finite(key)
+                # A marked row of d_output spoils what it sees, and that alone, by way of f.
+                m = m + tile.marked(d_output)
+                d_output = tile.finite(d_output)
+            f, ds, d_rule = tile_gradients(static, refs, m, visible, is_tame)
             dv_sum[...] += tile.dot(f.astype(d_output.dtype), d_output, (1, 0), static.precision)
             ds = ds.astype(query.dtype)
             dk_sum[...] += tile.dot(ds, query, (1, 0), static.precision)
-            rows = pl.ds(pl.multiple_of(i * bq, bq), bq)
-            dq_sum[g, rows, :] += tile.dot(ds, key, (0, 0), static.precision)
+            dq_sum[g, pl.ds(i_start, size), :] += tile.dot(ds, key, (0, 0), static.precision)
             for ref, x in zip(parameter_sums, jax.tree.leaves(d_rule), strict=True):
                 ref[g] += _register_sum(x)
+
+        def step(masked):
+            if not masked:
+                add(refs, 0, bq, masked=False, is_tame=True)
+                return
+            is_tame = (keys_are_tame[0] == 1) & tile.is_tame(refs.query[0, 0], refs.d_output[0, 0])
+            is_tame &= tile.is_finite(refs.m[0, 0], *(ref[0, 0] for ref in refs.d_stats))
+            pl.when(is_tame)(lambda: add(refs, 0, bq, masked=True, is_tame=True))
+
+            def part(refs, start):
+                add(refs, start, LANES, masked=True, is_tame=False)
+
+            pl.when(~is_tame)(lambda: tile.in_parts(refs, tile.TRANSPOSED_AXES, bq, part))
 
         tile.run(schedule, tables, b, j, i, step)
         dq, dk, dv, *parameters = outputs
@@ -172,8 +193,10 @@ def bias_backward(static, inputs: tile.Inputs, visibility, bounds):
         def step(masked):
             visible = None
             if masked:
-                visible = tile.visible(static, refs, tables.bounds, b, i, j, transposed=True)
-            _, ds, _ = tile_gradients(static, refs, visible)
+                visible = tile.visible(
+                    static, refs, tables.bounds, b, i * bq, j * bk, (bk, bq), transposed=True
+                )
+            _, ds, _ = tile_gradients(static, refs, refs.m[0, 0], visible)
             axes = tuple(axis for axis, size in enumerate(block) if size == 1)
             total[...] += jnp.sum(ds, axis=axes, keepdims=True) if axes else ds
 

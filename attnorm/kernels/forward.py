@@ -23,7 +23,7 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
     num_stats = len(jax.eval_shape(_terms_of_zero, inputs.rule)[1])
 
     def locate(b, n, i, j, tables):
-        key_head = jax.lax.div(n, static.G)
+        key_head = n if static.G == 1 else jax.lax.div(n, static.G)
         return dict(b=b, n=n, k=key_head, q=i, s=schedule.fetch(tables, b, i, j))
 
     def spec(x, axes):
@@ -53,24 +53,40 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
             for ref in stats_refs:
                 ref[...] = jnp.zeros_like(ref)
 
-        def step(masked):
+        def add(refs, start, size, masked, is_tame):
+            rows = pl.ds(start, size)
             s, _ = tile.logits(static, refs, transposed=False)
             value = refs.value[0, 0]
             if masked:
-                visible = tile.visible(static, refs, tables.bounds, b, i, j, transposed=False)
+                i_start = i * bq + start
+                visible = tile.visible(
+                    static, refs, tables.bounds, b, i_start, j * bk, (size, bk), transposed=False
+                )
                 s = jnp.where(visible, s, -jnp.inf)
-            m_old = m_ref[...]
+            m_old = m_ref[rows]
             m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
             f, terms = rule(s.shape).terms(s, tile.widen(m, bk))
             factor, factors = rule(m.shape).rescale(m_old, m)
             for ref, r, h in zip(stats_refs, factors, terms, strict=True):
-                ref[...] = ref[...] * r + jnp.sum(h, axis=1, keepdims=True)
-            if masked:
-                value, marked = tile.cleaned(value)
-                f = jnp.where(visible, f + marked, 0)
+                ref[rows] = ref[rows] * r + jnp.sum(h, axis=1, keepdims=True)
+            if not is_tame:
+                f = jnp.where(visible, f + tile.marked(value), 0)
+                value = tile.finite(value)
             product = tile.dot(f.astype(value.dtype), value, (1, 0), static.precision)
-            accumulator[...] = accumulator[...] * tile.widen(factor, Hv) + product
-            m_ref[...] = m
+            accumulator[rows] = accumulator[rows] * tile.widen(factor, Hv) + product
+            m_ref[rows] = m
+
+        def step(masked):
+            if not masked:
+                add(refs, 0, bq, masked=False, is_tame=True)
+                return
+            is_tame = tile.is_tame(refs.value[0, 0])
+            pl.when(is_tame)(lambda: add(refs, 0, bq, masked=True, is_tame=True))
+
+            def part(refs, start):
+                add(refs, start, LANES, masked=True, is_tame=False)
+
+            pl.when(~is_tame)(lambda: tile.in_parts(refs, tile.AXES, bq, part))
 
         tile.run(schedule, tables, b, i, j, step)
 
@@ -81,7 +97,7 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
             g = rule(m_ref.shape).finalize(stats, m_ref[...])
             output[0, 0] = (accumulator[...] * tile.widen(g, Hv)).astype(output.dtype)
             for row, x in zip(rows, (m_ref[...], *stats), strict=True):
-                row[0, 0] = jnp.transpose(x)[:1]
+                row[0, 0] = tile.along_lanes(x)
 
     output, m, *stats = pallas_call(
         kernel,
@@ -92,7 +108,11 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
         inputs=inputs,
         in_specs=in_specs,
         outputs=outputs,
-        scratch=[pltpu.VMEM((bq, Hv), jnp.float32), rows, *(rows for _ in range(num_stats))],
+        scratch=[
+            pltpu.VMEM((bq, Hv), jnp.float32),
+            rows,
+            *(rows for _ in range(num_stats)),
+        ],
         static=static,
     )
     return output, m, tuple(stats)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from attnorm.masks import Visibility
@@ -47,11 +49,11 @@ def make_bounds(visibility: Visibility, tiling: Tiling, first_query: int | Array
     def limit(length, lengths, is_padded):
         if lengths is not None:
             return jnp.minimum(lengths, length)
-        return jnp.full(1, length, jnp.int32) if is_padded else None
+        return np.full(1, length, np.int32) if is_padded else None
 
     offset = None
     if visibility.left is not None or visibility.right is not None:
-        offset = jnp.zeros(1, jnp.int32) if visibility.offset is None else jnp.reshape(visibility.offset, -1)
+        offset = np.zeros(1, np.int32) if visibility.offset is None else jnp.reshape(visibility.offset, -1)
         offset = offset + first_query
     cut = not (isinstance(first_query, int) and visibility.num_queries == tiling.nq * tiling.bq)
     query_limit = limit(visibility.num_queries, visibility.query_lengths, cut)
@@ -60,6 +62,10 @@ def make_bounds(visibility: Visibility, tiling: Tiling, first_query: int | Array
         None if query_limit is None else query_limit - first_query,
         limit(visibility.num_keys, visibility.key_lengths, tiling.S != tiling.nk * tiling.bk),
     )
+
+
+_START, _STOP, _FULL_START, _FULL_STOP, _NEXT_START = range(5)
+_SPAN_ROWS = 5
 
 
 class Tables(NamedTuple):
@@ -73,18 +79,18 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to read the tables; what is None there was known to be absent."""
+    """How to read the tables. Rows of ``spans`` that say nothing are never read: index maps run at every step."""
 
     num_outer: int
     num_inner: int
     spans_per_batch: bool
+    from_first: bool  # no outer tile starts later than at inner tile 0
+    to_last: bool  # none stops earlier than at the end
     always_masked: bool
 
     def needed(self, tables: Tables, b, outer, inner):
         """Whether some pair of the tile may be visible."""
-        if tables.spans is None:
-            return True
-        needed = (self._span(tables, 0, b, outer) <= inner) & (inner < self._span(tables, 1, b, outer))
+        needed = self._within(tables, (_START, _STOP), b, outer, inner)
         if tables.outer_segments is not None:
             (outer_min, outer_max), (inner_min, inner_max) = self._segments(tables, b, outer, inner)
             needed &= (outer_min <= inner_max) & (inner_min <= outer_max)
@@ -94,9 +100,7 @@ class Schedule:
         """Whether every pair of the tile is visible."""
         if self.always_masked:
             return False
-        if tables.spans is None:
-            return True
-        full = (self._span(tables, 2, b, outer) <= inner) & (inner < self._span(tables, 3, b, outer))
+        full = self._within(tables, (_FULL_START, _FULL_STOP), b, outer, inner)
         if tables.outer_segments is not None:
             (outer_min, outer_max), (inner_min, inner_max) = self._segments(tables, b, outer, inner)
             full &= (outer_min == inner_max) & (inner_min == outer_max)
@@ -104,19 +108,26 @@ class Schedule:
 
     def fetch(self, tables: Tables, b, outer, inner):
         """The inner tile to have in memory: on a skipped step the next one needed, so that it is there in time."""
-        if tables.spans is None:
-            return inner
-        following = jnp.where(outer + 1 < self.num_outer, outer + 1, 0)
-        start = self._span(tables, 0, b, outer)
-        stop = self._span(tables, 1, b, outer)
-        tile = jnp.where(inner < stop, jnp.maximum(inner, start), self._span(tables, 0, b, following))
-        return jnp.minimum(tile, self.num_inner - 1)
+        tile = inner
+        if not self.from_first:
+            tile = jnp.maximum(tile, self._span(tables, _START, b, outer))
+        if not self.to_last:
+            following = 0 if self.from_first else self._span(tables, _NEXT_START, b, outer)
+            tile = jnp.where(inner < self._span(tables, _STOP, b, outer), tile, following)
+        return tile
 
-    def _span(self, tables, which, b, outer):
+    def _within(self, tables, rows, b, outer, inner):
+        within = True
+        if not self.from_first:
+            within &= self._span(tables, rows[0], b, outer) <= inner
+        if not self.to_last:
+            within &= inner < self._span(tables, rows[1], b, outer)
+        return within
+
+    def _span(self, tables, row, b, outer):
         if self.spans_per_batch:
             outer = b * self.num_outer + outer
-            which *= tables.spans.shape[0] // (4 * self.num_outer)
-        return tables.spans[which * self.num_outer + outer]
+        return tables.spans[row * (tables.spans.shape[0] // _SPAN_ROWS) + outer]
 
     def _segments(self, tables, b, outer, inner):
         def pair(table, count, tile):
@@ -155,36 +166,45 @@ def make_schedule(
             outer_range, inner_range = (key_range, query_range) if keys_outer else (query_range, key_range)
             spans = _within_segments(spans, outer_range, inner_range)
             outer_segments, inner_segments = outer_range.reshape(-1), inner_range.reshape(-1)
-        per_batch = spans.shape[1] > 1
-        spans = spans.reshape(-1)
-    schedule = Schedule(outer[0], inner[0], per_batch, visibility.mask is not None)
+        per_batch = spans[0].shape[0] > 1
+        spans = _flat(*spans)
+    schedule = Schedule(
+        outer[0],
+        inner[0],
+        per_batch,
+        from_first=low is None and not has_segments,
+        to_last=high is None and outer[2] is None and inner[2] is None and not has_segments,
+        always_masked=visibility.mask is not None,
+    )
     return schedule, Tables(spans, bounds, outer_segments, inner_segments)
 
 
 def _spans(outer, inner, low, high):
-    """(4, b, outer tiles): start and stop of the needed inner tiles, start and stop of those fully visible.
+    """Start and stop of the needed inner tiles, start and stop of those fully visible; each (b, outer tiles).
 
     A pair is visible if ``outer + low <= inner <= outer + high`` and both are below their limits.
     """
     num_outer, outer_size, outer_limit = outer
     num_inner, inner_size, inner_limit = inner
-    first = jnp.arange(num_outer, dtype=jnp.int32) * outer_size
+    # In NumPy if all is known now, which makes the table a constant of the program.
+    xp = jnp if any(isinstance(x, jax.Array) for x in (low, high, outer_limit, inner_limit)) else np
+    first = np.arange(num_outer, dtype=np.int32) * outer_size
     last = first + outer_size - 1
-    start = full_start = jnp.zeros((1, num_outer), jnp.int32)
-    stop = full_stop = jnp.full((1, num_outer), num_inner * inner_size, jnp.int32)
+    start = full_start = np.zeros((1, num_outer), np.int32)
+    stop = full_stop = np.full((1, num_outer), num_inner * inner_size, np.int32)
     if low is not None:
         start, full_start = first + low[:, None], last + low[:, None]
     if high is not None:
         stop, full_stop = last + high[:, None] + 1, first + high[:, None] + 1
     if inner_limit is not None:
-        stop, full_stop = (jnp.minimum(x, inner_limit[:, None]) for x in (stop, full_stop))
-    start = jnp.clip(start // inner_size, 0, num_inner)
-    stop = jnp.clip(-(-stop // inner_size), 0, num_inner)
+        stop, full_stop = (xp.minimum(x, inner_limit[:, None]) for x in (stop, full_stop))
+    start = xp.clip(start // inner_size, 0, num_inner)
+    stop = xp.clip(-(-stop // inner_size), 0, num_inner)
     full_start, full_stop = -(-full_start // inner_size), full_stop // inner_size
     if outer_limit is not None:
-        stop = jnp.where(first < outer_limit[:, None], stop, 0)
-        full_stop = jnp.where(last < outer_limit[:, None], full_stop, 0)
-    return jnp.stack(jnp.broadcast_arrays(start, stop, full_start, full_stop))
+        stop = xp.where(first < outer_limit[:, None], stop, 0)
+        full_stop = xp.where(last < outer_limit[:, None], full_stop, 0)
+    return xp.broadcast_arrays(start, stop, full_start, full_stop)
 
 
 def _segment_ranges(ids, size):
@@ -201,5 +221,13 @@ def _within_segments(spans, outer_range, inner_range):
     tile = jnp.arange(shares.shape[-1], dtype=jnp.int32)
     start = jnp.min(jnp.where(shares, tile, shares.shape[-1]), axis=-1)
     stop = jnp.max(jnp.where(shares, tile + 1, 0), axis=-1)
-    spans = jnp.broadcast_to(spans, (4, *start.shape))
-    return jnp.stack([jnp.maximum(spans[0], start), jnp.minimum(spans[1], stop), spans[2], spans[3]])
+    return jnp.broadcast_arrays(jnp.maximum(spans[0], start), jnp.minimum(spans[1], stop), *spans[2:])
+
+
+def _flat(start, stop, full_start, full_stop):
+    """The spans as one table, with the start of the next outer tile as a fifth row."""
+    xp = jnp if isinstance(start, jax.Array) else np
+    empty = start >= stop
+    start, stop = xp.where(empty, 0, start), xp.where(empty, 0, stop)  # so that start is a tile that exists
+    rows = [start, stop, full_start, full_stop, xp.roll(start, -1, axis=1)]
+    return xp.concatenate([xp.ravel(x) for x in rows]).astype(np.int32)

@@ -17,6 +17,9 @@ from attnorm.kernels.config import LANES
 from attnorm.kernels.schedule import Bounds
 from attnorm.masks import visible_pairs
 
+# Its square, times 8 and any head dim, is finite in float32.
+_TAME = 2.0**50
+
 
 class Inputs(NamedTuple):
     """Arrays of a kernel, or their blocks; absent ones are None. Letters as in attnorm.chunked.
@@ -93,23 +96,22 @@ def logits(static, inputs: Inputs, transposed: bool):
     return static.logits_soft_cap * capped, capped
 
 
-def visible(static, inputs: Inputs, bounds: Bounds, b, i, j, transposed: bool):
-    """Whether each query of tile i sees each key of tile j."""
-    bq, bk = static.tiling.bq, static.tiling.bk
-    shape = (bk, bq) if transposed else (bq, bk)
+def visible(static, inputs: Inputs, bounds: Bounds, b, i_start, j_start, shape, transposed: bool):
+    """Whether each query of a tile that starts at (i_start, j_start) sees each key."""
     query_axis = 1 if transposed else 0
 
-    def of_batch(x):
-        return None if x is None else x[0 if x.shape[0] == 1 else b]
+    def of_batch(x, shift):
+        return None if x is None else x[0 if x.shape[0] == 1 else b] + shift
 
+    # Counted from the tile's corner: what is added to a scalar need not be added to every pair.
     return visible_pairs(
-        i * bq + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis),
-        j * bk + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - query_axis),
+        i_start + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis),
+        j_start + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - query_axis),
         left=static.left,
         right=static.right,
-        offset=of_batch(bounds.offset),
-        query_limit=of_batch(bounds.query_limit),
-        key_limit=of_batch(bounds.key_limit),
+        offset=of_batch(bounds.offset, 0),
+        query_limit=of_batch(bounds.query_limit, 0),
+        key_limit=of_batch(bounds.key_limit, 0),
         query_ids=None if inputs.query_ids is None else inputs.query_ids[0],
         key_ids=None if inputs.key_ids is None else inputs.key_ids[0],
         mask=None
@@ -118,13 +120,29 @@ def visible(static, inputs: Inputs, bounds: Bounds, b, i, j, transposed: bool):
     )
 
 
-def cleaned(x):
-    """x with 0 for every NaN or inf, and along lanes (1, rows of x) NaN for every row that had one, else 0."""
-    wide = x.astype(jnp.float32)
-    broken = jnp.where(jnp.isfinite(wide), 0.0, 1.0)
+def is_tame(*matrices):
+    """Whether all numbers are finite, and so small that no product of two rows overflows."""
+    # Products with ones sum the columns: the matrix unit is idle here, the vector unit is not.
+    sums = (dot(jnp.ones((8, x.shape[0]), x.dtype), jnp.abs(x), (1, 0)) for x in matrices)
+    return sum(jnp.sum(x) for x in sums) < _TAME  # false for NaN
+
+
+def is_finite(*rows):
+    """Whether all numbers are finite."""
+    return sum(jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), 1)) for x in rows) == 0
+
+
+def finite(x):
+    """x with 0 for every NaN or inf."""
+    return finite_or_zero(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def marked(x):
+    """NaN for every row of x that has a NaN or inf, else 0; along lanes, (1, rows)."""
+    broken = jnp.where(jnp.isfinite(x.astype(jnp.float32)), jnp.float32(0), 1)
     # A product with ones sums the rows and lays the sums along the lanes.
     count = dot(jnp.ones((8, broken.shape[1]), jnp.float32), broken, (1, 1))[:1]
-    return finite_or_zero(wide).astype(x.dtype), jnp.where(count > 0, jnp.nan, 0.0)
+    return jnp.where(count > 0, jnp.float32(jnp.nan), 0)
 
 
 def widen(x, width: int):
@@ -132,13 +150,26 @@ def widen(x, width: int):
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
+def along_lanes(x):
+    """(rows, 128), the same in every lane, to (1, rows): the diagonals of its squares."""
+    diagonal = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) == jax.lax.broadcasted_iota(
+        jnp.int32, (LANES, LANES), 1
+    )
+    squares = (x[start : start + LANES] for start in range(0, x.shape[0], LANES))
+    rows = [jnp.sum(jnp.where(diagonal, square, 0), axis=0, keepdims=True) for square in squares]
+    return jnp.concatenate(rows, axis=1)
+
+
 def run(schedule, tables, b, outer, inner, step):
-    """Runs ``step(masked)`` on the tile, where it is needed, masked only where some of its pairs are hidden."""
+    """Runs ``step(masked)`` on the tile, where it is needed; returns whether some of its pairs are hidden."""
     needed, full = schedule.needed(tables, b, outer, inner), schedule.full(tables, b, outer, inner)
     if full is not False:
         pl.when(needed & full)(lambda: step(False))
-    if full is not True:
-        pl.when(needed & ~full if full is not False else needed)(lambda: step(True))
+    if full is True:
+        return False
+    masked = needed if full is False else needed & ~full
+    pl.when(masked)(lambda: step(True))
+    return masked
 
 
 def spread(axes: Inputs, inputs: Inputs) -> Inputs:
@@ -149,3 +180,24 @@ def spread(axes: Inputs, inputs: Inputs) -> Inputs:
             for letters, x in zip(axes, inputs, strict=True)
         )
     )
+
+
+def some_queries(inputs: Inputs, axes: Inputs, queries) -> Inputs:
+    """The references of a kernel, cut to these queries of the tile."""
+
+    def cut(ref, letters):
+        axis = letters.find("q")
+        if axis == -1 or ref.shape[axis] == 1:
+            return ref
+        return ref.at[tuple(queries if a == axis else slice(None) for a in range(len(letters)))]
+
+    return jax.tree.map(cut, inputs, spread(axes, inputs))
+
+
+def in_parts(refs: Inputs, axes: Inputs, size: int, step):
+    """Runs ``step(some, start)`` on the tile by parts of 128 queries: slower, and little code."""
+
+    @pl.loop(0, size // LANES)
+    def _(part):
+        start = pl.multiple_of(part * LANES, LANES)
+        step(some_queries(refs, axes, pl.ds(start, LANES)), start)
