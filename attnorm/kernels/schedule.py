@@ -111,7 +111,9 @@ class Schedule:
         tile = inner
         if not self.from_first:
             tile = jnp.maximum(tile, self._span(tables, _START, b, outer))
-        if not self.to_last:
+        if self.to_last:
+            tile = jnp.minimum(tile, self.num_inner - 1)  # an empty outer tile starts beyond the last
+        else:
             following = 0 if self.from_first else self._span(tables, _NEXT_START, b, outer)
             tile = jnp.where(inner < self._span(tables, _STOP, b, outer), tile, following)
         return tile
@@ -167,7 +169,7 @@ def make_schedule(
             spans = _within_segments(spans, outer_range, inner_range)
             outer_segments, inner_segments = outer_range.reshape(-1), inner_range.reshape(-1)
         per_batch = spans[0].shape[0] > 1
-        spans = _flat(*spans)
+        spans = _flat(*spans, inner[0])
     schedule = Schedule(
         outer[0],
         inner[0],
@@ -195,9 +197,11 @@ def _spans(outer, inner, low, high):
     if low is not None:
         start, full_start = first + low[:, None], last + low[:, None]
     if high is not None:
-        stop, full_stop = last + high[:, None] + 1, first + high[:, None] + 1
+        end = last if outer_limit is None else xp.minimum(last, outer_limit[:, None] - 1)
+        stop, full_stop = end + high[:, None] + 1, first + high[:, None] + 1
     if inner_limit is not None:
         stop, full_stop = (xp.minimum(x, inner_limit[:, None]) for x in (stop, full_stop))
+    stop = xp.where(start < stop, stop, 0)
     start = xp.clip(start // inner_size, 0, num_inner)
     stop = xp.clip(-(-stop // inner_size), 0, num_inner)
     full_start, full_stop = -(-full_start // inner_size), full_stop // inner_size
@@ -224,10 +228,11 @@ def _within_segments(spans, outer_range, inner_range):
     return jnp.broadcast_arrays(jnp.maximum(spans[0], start), jnp.minimum(spans[1], stop), *spans[2:])
 
 
-def _flat(start, stop, full_start, full_stop):
-    """The spans as one table, with the start of the next outer tile as a fifth row."""
+def _flat(start, stop, full_start, full_stop, num_inner):
+    """The spans as one table, with the start of the next outer tile as a fifth row. Each half says "empty"."""
     xp = jnp if isinstance(start, jax.Array) else np
     empty = start >= stop
-    start, stop = xp.where(empty, 0, start), xp.where(empty, 0, stop)  # so that start is a tile that exists
-    rows = [start, stop, full_start, full_stop, xp.roll(start, -1, axis=1)]
+    following = xp.roll(xp.where(empty, 0, start), -1, axis=1)
+    start, stop = xp.where(empty, num_inner, start), xp.where(empty, 0, stop)
+    rows = [start, stop, full_start, full_stop, following]
     return xp.concatenate([xp.ravel(x) for x in rows]).astype(np.int32)
