@@ -14,9 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import tqdm
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
 
-from attnorm.training.workdir import EVALUATIONS, METRICS, METRICS_CSV, TENSORBOARD, write_atomically
+from attnorm.training.workdir import (
+    EVALUATIONS,
+    METRICS,
+    METRICS_CSV,
+    TENSORBOARD,
+    WorkdirError,
+    write_atomically,
+)
 
 Row = Mapping[str, Any]
 
@@ -75,15 +85,30 @@ class CsvLog:
 
 
 class TensorBoardLog:
-    """Every key with a slash, as a scalar."""
+    """Every key with a slash, as a scalar. A file of its own for each start; TensorBoard reads them in order.
+
+    tensorboardX's SummaryWriter keeps rows in a queue that cannot be waited for, and a kill would lose them.
+    """
 
     def __init__(self, path: Path, restored_step: int):
-        self._writer = SummaryWriter(str(path), purge_step=restored_step + 1)
+        path.mkdir(exist_ok=True)
+        self._writer = RecordWriter(str(path / f"events.out.tfevents.{time.time_ns()}"))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        # TensorBoard hides the later steps of the files before this one.
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=restored_step + 1, session_log=start))
 
     def append(self, row: Row) -> None:
+        """Returns when the row is on disk."""
+        summary = Summary()
         for key, value in row.items():
             if "/" in key:
-                self._writer.add_scalar(key, value, row["step"])
+                summary.MergeFrom(scalar(key, value))
+        self._write(Event(wall_time=time.time(), step=row["step"], summary=summary))
+
+    def _write(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -174,11 +199,26 @@ class Recorder:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file, none if it is missing, without a last line that a kill cut off."""
+    """The rows of a JSON Lines file, none if it is missing, without a last line that a kill cut off.
+
+    Raises:
+      WorkdirError: another line is not a row.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise WorkdirError(
+                f"{path}, line {number} is damaged: {line[:60].decode('utf-8', 'replace')!r}. Restore the file, or "
+                "choose another --workdir."
+            )
+        rows.append(row)
+    return rows
 
 
 def _line(row: Row) -> str:

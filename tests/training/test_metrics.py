@@ -1,11 +1,13 @@
 """Rows survive a kill, and each step appears once after a resume."""
 
 import csv
-import json
+import struct
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from attnorm.training.metrics import Recorder, RowLog, read_rows
+from attnorm.training.workdir import WorkdirError
 
 
 def record(workdir, restored_step, steps):
@@ -41,8 +43,47 @@ def test_only_the_main_process_writes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_line_before_the_last_is_an_error(tmp_path):
+@pytest.mark.parametrize("line", ['{"st', "", "5", '{"loss/a": 1}', "\xff"])
+def test_a_broken_line_before_the_last_is_an_error(tmp_path, line):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(json.JSONDecodeError):
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n', encoding="latin-1")
+    before = path.read_bytes()
+    with pytest.raises(WorkdirError, match=r"rows\.jsonl, line 2 is damaged"):
         RowLog(path, restored_step=3)
+    assert path.read_bytes() == before
+
+
+def scalars(directory):
+    """``{tag: {step: value}}`` as TensorBoard shows it: a restart hides the steps from its own on."""
+    shown = {}
+    for path in sorted(directory.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("Q", data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            if event.HasField("session_log"):
+                for steps in shown.values():
+                    for step in [step for step in steps if step >= event.step]:
+                        del steps[step]
+            for value in event.summary.value:
+                shown.setdefault(value.tag, {})[event.step] = value.simple_value
+    return shown
+
+
+def test_tensorboard_has_every_row_that_was_synced_though_nothing_is_closed(tmp_path):
+    recorder = Recorder(tmp_path, 0, num_steps=10, is_main=True)
+    for step in range(1, 6):
+        recorder.add_metrics({"step": step, "loss/lp(p=2)/seed0": 1 / step})
+    recorder.sync()
+    assert scalars(tmp_path / "tensorboard")["loss/lp_p_2_/seed0"] == pytest.approx(
+        {step: 1 / step for step in range(1, 6)}
+    )
+    resumed = Recorder(tmp_path, 3, num_steps=10, is_main=True)
+    resumed.add_metrics({"step": 4, "loss/lp(p=2)/seed0": 9.0})
+    resumed.sync()
+    assert scalars(tmp_path / "tensorboard")["loss/lp_p_2_/seed0"] == pytest.approx(
+        {1: 1, 2: 1 / 2, 3: 1 / 3, 4: 9}
+    )
+    recorder.close()
+    resumed.close()
