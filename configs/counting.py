@@ -15,7 +15,7 @@ from attnorm.training.config import parse_argument
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments, after a colon: ``runlocal`` (seconds, to see that it runs), ``steps`` a stage, ``norm`` of the model."""
-    argument = parse_argument(argument, runlocal=False, steps=320, norm="layer")
+    argument = parse_argument(argument, runlocal={"steps": 10}, steps=320, norm="layer")
     config = ConfigDict()
     config.experiment = "counting"
     config.task = "counting"
@@ -53,7 +53,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if argument.runlocal:
         config.ensemble.seeds = (0,)
         config.counting.num_stages = 2
-        config.counting.steps_per_stage = 10
         config.counting.tokens_per_batch = 256
         config.counting.eval_length = 64
         config.counting.eval_batch_size = 8

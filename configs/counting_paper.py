@@ -15,7 +15,7 @@ from attnorm.training.config import parse_argument
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments, after a colon: ``runlocal`` (seconds, to see that it runs), ``steps`` a stage, ``norm`` of the model."""
-    argument = parse_argument(argument, runlocal=False, steps=8192, norm="batch")
+    argument = parse_argument(argument, runlocal={"steps": 10}, steps=8192, norm="batch")
     config = ConfigDict()
     config.experiment = "counting_paper"
     config.task = "counting"
@@ -48,7 +48,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.keep_checkpoints = 3
     if argument.runlocal:
         config.counting.num_stages = 2
-        config.counting.steps_per_stage = 10
         config.counting.tokens_per_batch = 256
         config.counting.eval_length = 128
         config.counting.num_eval_batches = 2

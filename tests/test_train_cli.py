@@ -120,7 +120,7 @@ def test_a_stopped_run_saves_exits_with_0_and_says_how_to_go_on(tmp_path, signum
     ("arguments", "message"),
     [
         (("--config.optimizer.learning_rat=1",), "learning_rat"),
-        (("--config.ensemble.normalizers=('lp(p=-1)',)",), "'lp(p=-1)': p must be positive"),
+        (("--config.ensemble.normalizers=('lp(p=-1)',)",), "'lp(p=-1)': p must be"),
         (("--config=configs/counting.py:runloca",), "unknown key 'runloca'; did you mean 'runlocal'?"),
     ],
 )

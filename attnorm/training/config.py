@@ -2,12 +2,15 @@
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from attnorm.training.ensemble import parse_normalizer
+from attnorm.training.ensemble import make_groups
+
+INT32_END = 2**31
 
 
 class ConfigError(ValueError):
@@ -26,13 +29,18 @@ class EnsembleConfig:
         require(len(self.normalizers) > 0, "normalizers", self.normalizers, "at least one")
         require(self.members_at_once > 0, "members_at_once", self.members_at_once, "a whole number > 0")
         require(len(self.seeds) > 0, "seeds", self.seeds, "at least one")
-        require(all(seed >= 0 for seed in self.seeds), "seeds", self.seeds, "numbers >= 0")
+        require(
+            all(0 <= seed < INT32_END for seed in self.seeds),
+            "seeds",
+            self.seeds,
+            "numbers from 0 to 2^31 - 1",
+        )
         for key in ("normalizers", "seeds"):
             values = getattr(self, key)
             require(len(set(values)) == len(values), key, values, "without repetition")
         for spec in self.normalizers:
             try:
-                parse_normalizer(spec)
+                make_groups((spec,), self.seeds)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"normalizers: {spec!r}: {error}") from None
 
@@ -52,10 +60,10 @@ class OptimizerConfig:
     reset_optimizer: bool  # fresh moments and a new warm-up at each stage
 
     def __post_init__(self):
-        for key in ("learning_rate", "clip_norm"):
-            require(getattr(self, key) > 0, key, getattr(self, key), "a number > 0")
+        require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number > 0")
+        require(self.clip_norm > 0, "clip_norm", self.clip_norm, "a number > 0")  # inf: no clipping
         for key in ("weight_decay", "beta2_exponent"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "a number >= 0")
+            require(0 <= getattr(self, key) < math.inf, key, getattr(self, key), "a number >= 0")
         for key in ("beta1", "beta2", "warmup_fraction", "cooldown_fraction"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "a number in [0, 1)")
 
@@ -116,16 +124,21 @@ def parse_argument(argument: str | None, **defaults: Any) -> SimpleNamespace:
 
     Args:
       argument: comma-separated ``key=value`` or, for booleans, ``key``.
-      **defaults: the keys that exist; a value is converted to its default's type.
+      **defaults: the keys that exist; a value is converted to its default's type. A mapping makes the key a preset:
+        a boolean, False unless given, that replaces the defaults of other keys where they are not given themselves.
 
     Raises:
       ConfigError: an unknown key, or a value that cannot be converted.
 
     >>> from attnorm.training.config import parse_argument
-    >>> parse_argument("runlocal,steps=100", runlocal=False, steps=400)
+    >>> parse_argument("runlocal", runlocal={"steps": 10}, steps=400)
+    namespace(runlocal=True, steps=10)
+    >>> parse_argument("runlocal,steps=100", runlocal={"steps": 10}, steps=400)
     namespace(runlocal=True, steps=100)
     """
-    values = dict(defaults)
+    presets = {key: value for key, value in defaults.items() if isinstance(value, Mapping)}
+    defaults |= dict.fromkeys(presets, False)
+    given = {}
     for item in (argument or "").split(","):
         if not item:
             continue
@@ -135,12 +148,15 @@ def parse_argument(argument: str | None, **defaults: Any) -> SimpleNamespace:
         kind = type(defaults[key])
         try:
             if kind is bool:
-                values[key] = {"true": True, "false": False}[text.lower()] if has_value else True
+                given[key] = {"true": True, "false": False}[text.lower()] if has_value else True
             else:
-                values[key] = kind(text)
+                given[key] = kind(text)
         except (KeyError, ValueError):
             raise ConfigError(f"config argument {key} must be {kind.__name__}, got {text!r}") from None
-    return SimpleNamespace(**values)
+    for key, preset in presets.items():
+        if given.get(key):
+            defaults |= preset
+    return SimpleNamespace(**(defaults | given))
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:

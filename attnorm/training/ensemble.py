@@ -3,12 +3,15 @@
 import ast
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from attnorm.normalizers import Normalizer, get_normalizer
+
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,8 @@ def parse_normalizer(spec: str) -> tuple[str, dict[str, float]]:
             params[keyword.arg] = float(text)
         except ValueError:
             raise ValueError(f"{keyword.arg} must be a number, got {text!r}") from None
+        if _FLOAT32_MAX < abs(params[keyword.arg]) < math.inf:
+            raise ValueError(f"{keyword.arg} must be a number that float32 can hold, got {text!r}")
     get_normalizer(call.func.id, **params)
     return call.func.id, params
 
@@ -72,9 +77,7 @@ def make_groups(specs: tuple[str, ...], seeds: tuple[int, ...]) -> tuple[Group, 
     by_structure = {}
     for spec in specs:
         name, params = parse_normalizer(spec)
-        # Finite parameters become arrays: one traced program then serves all their values.
-        arrays = {key: jnp.float32(x) if math.isfinite(x) else x for key, x in params.items()}
-        normalizer = get_normalizer(name, **arrays)
+        normalizer = _with_arrays(name, params)
         group = by_structure.setdefault(jax.tree.structure(normalizer), [])
         group += [(Member(spec, name, tuple(params.items()), seed), normalizer) for seed in seeds]
     groups = []
@@ -83,3 +86,12 @@ def make_groups(specs: tuple[str, ...], seeds: tuple[int, ...]) -> tuple[Group, 
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *normalizers)
         groups.append(Group(members, stacked, jnp.array([member.seed for member in members])))
     return tuple(groups)
+
+
+def _with_arrays(name: str, params: Mapping[str, float]) -> Normalizer:
+    """The parameters become arrays: one traced program then serves all their values."""
+    try:
+        return get_normalizer(name, **{key: jnp.float32(x) for key, x in params.items()})
+    except ValueError:
+        # Some values, such as p = inf and n = 0, are accepted as numbers only.
+        return get_normalizer(name, **params)

@@ -51,7 +51,16 @@ def test_sizes_of_the_published_run():
     assert config.eval_every == 64
 
 
-def test_arguments_reach_the_config():
-    config = get_config(CONFIGS[0], "steps=7,norm=batch")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+@pytest.mark.parametrize(
+    "argument", ["steps=7,norm={}", "runlocal,steps=7,norm={}", "norm={},steps=7,runlocal"]
+)
+def test_arguments_reach_the_config(path, norm, argument):
+    config = get_config(path, argument.format(norm))
     assert config.counting.steps_per_stage == 7
-    assert config.counting.model.norm == "batch"
+    assert config.counting.model.norm == norm
+    assert config.counting.num_stages == (
+        2 if "runlocal" in argument else get_config(path).counting.num_stages
+    )
+    assert get_config(path, "runlocal").counting.steps_per_stage == 10

@@ -31,12 +31,13 @@ def test_parse_refuses(spec):
 
 
 def test_groups_hold_every_pair_once_and_the_weights_of_each_member_are_its_own():
-    specs = ("lp(p=1)", "lp(p=inf)", "lp(p=3)", "softmax_plus_n(n=2)")
+    specs = ("lp(p=1)", "lp(p=inf)", "lp(p=3)", "softmax_plus_n(n=2)", "softmax_plus_n(n=0)")
     groups = make_groups(specs, seeds=(5, 7))
     assert [[member.label for member in group.members] for group in groups] == [
         ["lp(p=1)/seed5", "lp(p=1)/seed7", "lp(p=3)/seed5", "lp(p=3)/seed7"],
         ["lp(p=inf)/seed5", "lp(p=inf)/seed7"],
         ["softmax_plus_n(n=2)/seed5", "softmax_plus_n(n=2)/seed7"],
+        ["softmax_plus_n(n=0)/seed5", "softmax_plus_n(n=0)/seed7"],
     ]
     logits = jnp.array([0.3, -1.0, 2.0])
     for group in groups:

@@ -15,7 +15,7 @@ from attnorm.analysis.length_generalization import draw, median_table
 from attnorm.attention import dot_product_attention
 from attnorm.data.counting import counting_batch, position_only_mse
 from attnorm.models.counting import NORMS, CountingTransformer
-from attnorm.training.config import require
+from attnorm.training.config import INT32_END, require
 from attnorm.training.ensemble import Member
 from attnorm.training.task import Stage
 from attnorm.training.workdir import write_atomically
@@ -59,11 +59,13 @@ class CountingConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             if field.type is int:
-                require(
-                    getattr(self, field.name) > 0, field.name, getattr(self, field.name), "a whole number > 0"
-                )
+                value = getattr(self, field.name)
+                require(0 < value < INT32_END, field.name, value, "a whole number > 0, less than 2^31")
         for key in ("vocab_size", "eval_length"):
             require(getattr(self, key) > 1, key, getattr(self, key), "a whole number > 1")
+        require(self.num_stages <= 31, "num_stages", self.num_stages, "at most 31")
+        num_steps = self.num_stages * self.steps_per_stage
+        require(num_steps < INT32_END, "steps_per_stage", self.steps_per_stage, "less than 2^31 / num_stages")
         last_length = self.first_length * 2 ** (self.num_stages - 1)
         require(
             self.tokens_per_batch % last_length == 0,
