@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,9 +46,19 @@ def sharded(
     for axis in batch_axes + head_axes:
         if axis not in mesh.axis_names:
             raise ValueError(f"mesh has axes {mesh.axis_names}, got {axis!r}")
+    if set(batch_axes) & set(head_axes):
+        raise ValueError(f"an axis can split batch or heads, not both, got {batch_axes} and {head_axes}")
+    bound = {}
+    while isinstance(attention, functools.partial):  # what it binds has to be split as well
+        if attention.args:
+            raise TypeError("attention must be a partial of keyword arguments only")
+        bound = attention.keywords | bound
+        attention = attention.func
 
     def wrapped(query, key, value, bias=None, mask=None, **options):
-        named = dict(query=query, key=key, value=value, bias=bias, mask=mask, **options)
+        named = {**bound, **options, "query": query, "key": key, "value": value}
+        named |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
+        jax.eval_shape(lambda: attention(**named))  # for its checks, which speak of the whole arrays
         return _call(attention, named, mesh, batch_axes, head_axes, set(mesh.axis_names))
 
     return wrapped
@@ -74,28 +85,44 @@ def is_partitioned_automatically(query: jax.Array) -> bool:
     """Whether the compiler may split the query over devices as it likes, as far as can be seen from here."""
     if isinstance(query, jax.Array) and not isinstance(query, jax.core.Tracer):
         return len(query.sharding.device_set) > 1
-    mesh = jax.typeof(query).sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh()
     return any(
         kind == AxisType.Auto and mesh.shape[axis] > 1
         for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
     )
 
 
-def over_explicit_axes(attention: Callable, named: dict[str, Any], mesh, batch_axes, head_axes):
-    """Calls the attention on each device's own part; arrays are first brought to one layout."""
+def over_explicit_axes(
+    attention: Callable, named: dict[str, Any], mesh, batch_axes, head_axes, returns_weights: bool = False
+):
+    """Calls the attention on each device's own part; arrays are first brought to one layout.
+
+    ``returns_weights`` where the result is (B, N, T, S) and not (B, T, N, Hv).
+    """
+    context = jax.sharding.get_abstract_mesh()  # without the axes over which vmap has spread the call
     explicit = {
-        axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit and (context.empty or axis in context.axis_names)
     }
     specs = _specs(named, batch_axes, head_axes)
 
     def move(x, spec):
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
-    moved = {name: jax.tree.map(move, named[name], spec) for name, spec in specs.items()}
-    return _call(attention, {**named, **moved}, mesh, batch_axes, head_axes, explicit)
+    moved = {name: jax.tree.map(move, x, specs[name]) for name, x in _arrays(named, specs).items()}
+    return _call(attention, {**named, **moved}, mesh, batch_axes, head_axes, explicit, returns_weights)
 
 
-def _call(attention, named, mesh, batch_axes, head_axes, manual):
+def _arrays(named, specs):
+    """The arguments that are split. A list is one array here, not a tree."""
+    return {
+        name: x if name == "normalizer" or isinstance(x, jax.Array) else jnp.asarray(x)
+        for name, x in ((name, named[name]) for name in specs)
+    }
+
+
+def _call(attention, named, mesh, batch_axes, head_axes, manual, returns_weights=False):
     query, key = jnp.asarray(named["query"]), jnp.asarray(named["key"])
     if query.ndim in (3, 4) and key.ndim == query.ndim:
         _check_division("query batch size B", query.shape[0] if query.ndim == 4 else 1, batch_axes, mesh)
@@ -103,7 +130,7 @@ def _call(attention, named, mesh, batch_axes, head_axes, manual):
         if key.shape[-2] != 1:
             _check_division("key heads K", key.shape[-2], head_axes, mesh)
     specs = _specs(named, batch_axes, head_axes)
-    arrays = {name: named[name] for name in specs}
+    arrays = _arrays(named, specs)
     constants = {name: value for name, value in named.items() if name not in specs}
 
     def local(arrays):
@@ -114,7 +141,9 @@ def _call(attention, named, mesh, batch_axes, head_axes, manual):
 
     rows = _aligned(query.ndim - 1, (batch_axes, (), head_axes))
     out = PartitionSpec(*rows, None)
-    if named.get("return_log_norm"):
+    if returns_weights:
+        out = PartitionSpec(*_aligned(query.ndim, (batch_axes, head_axes, (), ())))
+    elif named.get("return_log_norm"):
         out = (out, PartitionSpec(*rows))
     return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out, axis_names=manual)(arrays)
 
@@ -136,10 +165,9 @@ def _specs(named, batch_axes, head_axes):
     )
     specs = {}
     for name, axes in full.items():
-        x = named.get(name)
-        if x is None or isinstance(x, int):
+        if named.get(name) is None or isinstance(named[name], int):
             continue
-        shape = jnp.shape(x)
+        shape = jnp.shape(named[name])
         aligned = _aligned(len(shape), axes)
         # A dimension of size 1 is broadcast, or, as a single key head, shared.
         specs[name] = PartitionSpec(

@@ -1,5 +1,5 @@
 """Fused attention kernels in Pallas, written once against the one-pass rule of a normaliser."""
 
-from attnorm.kernels.config import BlockSizes, Config, config
+from attnorm.kernels.settings import BlockSizes, Config, config
 
 __all__ = ["BlockSizes", "Config", "config"]

@@ -9,8 +9,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnorm.kernels import tile
 from attnorm.kernels.call import pallas_call
-from attnorm.kernels.config import LANES
 from attnorm.kernels.schedule import make_schedule
+from attnorm.kernels.settings import LANES
 
 
 def forward(static, inputs: tile.Inputs, visibility, bounds):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from attnorm.finite import finite_or_zero
-from attnorm.kernels.config import LANES
 from attnorm.kernels.schedule import Bounds
+from attnorm.kernels.settings import LANES
 from attnorm.masks import visible_pairs
 
 # Its square, times 8 and any head dim, is finite in float32.

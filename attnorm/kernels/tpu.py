@@ -29,9 +29,9 @@ from attnorm.kernels.call import (
     rows_first,
     rows_last,
 )
-from attnorm.kernels.config import LANES, backward_blocks, config, dq_bytes, forward_blocks, vmem_bytes
 from attnorm.kernels.forward import forward
 from attnorm.kernels.schedule import Tiling, make_bounds
+from attnorm.kernels.settings import LANES, backward_blocks, config, dq_bytes, forward_blocks, vmem_bytes
 from attnorm.kernels.tile import TRANSPOSED_AXES, Inputs, spread
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer

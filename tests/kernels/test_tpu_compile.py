@@ -1,6 +1,6 @@
 """Every feature of the TPU kernels compiles, forward and backward, for real chips; no TPU is needed.
 
-Needs libtpu, the extra ``tpu-compile``.
+Needs libtpu, which comes with the extra ``tpu``.
 """
 
 import os
@@ -178,3 +178,18 @@ def test_vmap():
         return mapped
 
     compile_for("v5e:2x2", dict(is_causal=True), wrap=wrap)
+
+
+@pytest.mark.parametrize("saves, expected", [((), 3), (("attnorm_output", "attnorm_row_state"), 2)])
+def test_remat_runs_the_forward_kernel_once_more_or_not_at_all(saves, expected):
+    policy = jax.checkpoint_policies.save_only_these_names(*saves)
+    mesh = make_mesh("v5e:2x2")
+
+    def loss(arrays):
+        return jnp.sum(attnorm.dot_product_attention(**arrays, implementation="pallas_tpu") ** 2)
+
+    with kernels.config(SMALL), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        gradient = jax.value_and_grad(jax.checkpoint(loss, policy=policy))
+        jitted = jax.jit(gradient, in_shardings=NamedSharding(mesh, PartitionSpec()))
+        program = jitted.lower(inputs()).compile().as_text()
+    assert program.count('custom_call_target="tpu_custom_call"') == expected

@@ -1,0 +1,36 @@
+"""The contract's grid on the kernels, interpreted."""
+
+import pytest
+
+from attnorm import kernels
+from tests.contract.cases import FACTORS, FAST_FACTORS, NORMALIZER_CASES, RESTRICTIONS, pairwise
+from tests.contract.test_grid import check
+from tests.kernels.conftest import INTERPRET
+
+OWN = {"dtype": ["f32", "f32", "bf16", "f16"], "blocks": [None]}
+FAST_CASES = pairwise(
+    FAST_FACTORS | OWN | {"lengths": [(1, 300), (128, 128), (200, 130)], "heads": [(1, 1), (6, 2), (4, 1)]},
+    count=len(RESTRICTIONS),
+    cost=2e7,
+    seed=4,
+)
+SLOW_CASES = pairwise(FACTORS | OWN, count=3 * len(RESTRICTIONS), cost=2e8, seed=3)
+
+
+@pytest.mark.parametrize("case", NORMALIZER_CASES, ids=str)
+def test_normalizer(case, monkeypatch):
+    with kernels.config(INTERPRET):
+        check(case, "pallas_tpu", monkeypatch)
+
+
+@pytest.mark.parametrize("case", FAST_CASES, ids=str)
+def test_case(case, monkeypatch):
+    with kernels.config(INTERPRET):
+        check(case, "pallas_tpu", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_CASES, ids=str)
+def test_slow_case(case, monkeypatch):
+    with kernels.config(INTERPRET):
+        check(case, "pallas_tpu", monkeypatch)
