@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 
@@ -14,6 +13,10 @@ from jaxtyping import Array
 from attnorm.dropout import Dropout
 from attnorm.masks import Visibility
 from attnorm.normalizers import Normalizer, get_normalizer
+from attnorm.normalizers.rule import checked_floating
+
+# No index reaches it, and sums of two such numbers stay inside int32.
+_BEYOND_ALL = 2**30 - 1
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ def checked_call(
         left=left,
         right=right,
         offset=None if (left, right) == (None, None) else query_offset,  # nothing to shift
-        query_lengths=_checked_integers("query_seq_lengths", query_seq_lengths, (B,), batched),
-        key_lengths=_checked_integers("key_value_seq_lengths", key_value_seq_lengths, (B,), batched),
+        query_lengths=_checked_lengths("query_seq_lengths", query_seq_lengths, B, T, batched),
+        key_lengths=_checked_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S, batched),
         query_segment_ids=query_segment_ids,
         key_segment_ids=key_segment_ids,
         mask=mask,
@@ -117,13 +120,11 @@ def _checked_inputs(query, key, value):
     named = {"query": query, "key": key, "value": value}
     if value is None:
         named.pop("value")
-    named = {name: jnp.asarray(x) for name, x in named.items()}
+    named = {name: checked_floating(name, x) for name, x in named.items()}
     query, key = named["query"], named["key"]
     if query.ndim not in (3, 4):
         raise ValueError(f"query must have shape (B, T, N, H) or (T, N, H), got {query.shape}")
     for name, x in named.items():
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {x.dtype}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
         if x.ndim != query.ndim:
@@ -169,39 +170,63 @@ def _checked_window(window):
             raise TypeError(f"local_window_size must hold ints or None, got {window!r}")
         if side is not None and side < 0:
             raise ValueError(f"local_window_size must not be negative, got {window!r}")
-    # No index reaches 2^30, and sums of two of them stay inside int32.
-    return tuple(None if side is None or side >= 2**30 else int(side) for side in sides)
+    return tuple(None if side is None or side >= _BEYOND_ALL else int(side) for side in sides)
 
 
 def _checked_offset(offset, B):
     """None for a plain 0, else int32 of shape () or (B,)."""
     if isinstance(offset, numbers.Integral) and offset == 0:
         return None
-    offset = jnp.asarray(offset)
-    if not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise TypeError(f"query_offset must be an integer, got {offset.dtype}")
+    offset = _integers("query_offset", offset)
     if offset.shape not in ((), (B,)):
         raise ValueError(f"query_offset must have shape () or (B,) = ({B},), got {offset.shape}")
-    return offset.astype(jnp.int32)
+    return _clipped(offset, -_BEYOND_ALL, _BEYOND_ALL)
 
 
-def _checked_integers(name, x, shape, batched):
-    """Integers of that shape, whose leading B = 1 may be absent where the inputs have no batch."""
-    if x is None:
+def _checked_lengths(name, lengths, B, longest, batched):
+    if lengths is None:
         return None
-    x = jnp.asarray(x)
+    return _clipped(_of_shape(name, _integers(name, lengths), (B,), batched), 0, longest)
+
+
+def _integers(name, x):
+    """An integer array, still of NumPy where it was not one of JAX: that would wrap what it cannot hold."""
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {x.dtype}")
+    return x
+
+
+def _of_shape(name, x, shape, batched):
+    """x of that shape, whose leading B = 1 may be absent where the inputs have no batch."""
     if not batched and x.shape == shape[1:]:
         x = x[None]
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {shape if batched else shape[1:]}, got {x.shape}")
-    return x.astype(jnp.int32)
+    return x
+
+
+def _clipped(x, low, high):
+    """x in int32, where what is beyond the limits means the same as the limits."""
+    clip = jnp.clip if isinstance(x, jax.Array) else np.clip
+    return jnp.asarray(clip(x, low, high)).astype(jnp.int32)
+
+
+def _checked_ids(name, ids, shape, batched):
+    if ids is None:
+        return None
+    ids = _of_shape(name, _integers(name, ids), shape, batched)
+    if not isinstance(ids, jax.core.Tracer) and ids.dtype.itemsize > 2 and ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"{name} must fit in int32, got values from {low} to {high}")
+    return jnp.asarray(ids).astype(jnp.int32)
 
 
 def _checked_segments(query_ids, key_ids, B, T, S, batched):
-    query_ids = _checked_integers("query_segment_ids", query_ids, (B, T), batched)
-    key_ids = _checked_integers("key_value_segment_ids", key_ids, (B, S), batched)
+    query_ids = _checked_ids("query_segment_ids", query_ids, (B, T), batched)
+    key_ids = _checked_ids("key_value_segment_ids", key_ids, (B, S), batched)
     if query_ids is None and key_ids is not None:
         raise ValueError("key_value_segment_ids needs query_segment_ids, got None")
     if query_ids is not None and key_ids is None:
@@ -216,8 +241,8 @@ def _checked_segments(query_ids, key_ids, B, T, S, batched):
 def _checked_number(name, value):
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{name} must be a finite number of float32, got {value!r}")
     return float(value)
 
 

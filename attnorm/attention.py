@@ -13,6 +13,7 @@ from attnorm import chunked, reference, sharding
 from attnorm.arguments import checked_call, checked_dropout
 from attnorm.kernels import tpu
 from attnorm.normalizers import Normalizer
+from attnorm.normalizers.rule import checked_floating
 
 _IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas_tpu": tpu}
 # What an automatic choice tries, in order.
@@ -114,7 +115,7 @@ def dot_product_attention(
     call = checked_call(
         query,
         key,
-        value,
+        checked_floating("value", value),
         bias,
         mask,
         normalizer=normalizer,
@@ -183,6 +184,7 @@ def attention_weights(
     >>> print(jnp.round(jnp.sum(weights**2, axis=-1), 3))
     [[1. 1. 1. 1. 1.]]
     """
+    arguments = dict(locals())  # before any other name is bound
     call = checked_call(
         query,
         key,
@@ -200,6 +202,8 @@ def attention_weights(
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
     )
+    if (axes := sharding.explicit_axes(call.query)) is not None:
+        return sharding.over_explicit_axes(attention_weights, arguments, *axes, returns_weights=True)
     weights, _ = reference.weights(
         call.query,
         call.key,
@@ -219,7 +223,7 @@ def _chosen(implementation, query, dropout, precision):
         names = _PREFERRED.get(jax.default_backend(), ("chunked",))
     else:
         names = (implementation,) if isinstance(implementation, str) else implementation
-    if not isinstance(names, Sequence) or not names:
+    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"implementation must be None, a name or a sequence of names, got {implementation!r}")
     for name in names:
         if name not in _IMPLEMENTATIONS:

@@ -158,7 +158,7 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
-    bias = _padded_bias(bias, sizes)
+    bias = _padded_bias(bias, sizes, dtype)
     rule = _over_rows(normalizer, sizes)
     # Narrow inputs are widened once: CPUs multiply float32 faster, and nothing is rounded in between.
     queries = _query_tiles(sizes, query.astype(dtype) * scale_of(static, dtype))
@@ -217,12 +217,14 @@ def _attend_backward(static, residuals, cotangents):
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
-    padded_bias = _padded_bias(bias, sizes)
+    padded_bias = _padded_bias(bias, sizes, dtype)
     scale = scale_of(static, dtype)
 
     # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
     queries = _query_tiles(sizes, query.astype(dtype) * scale)
-    d_outputs = _query_tiles(sizes, d_output.astype(dtype))
+    # A row that saw no key has no gradient, not even that of a NaN cotangent.
+    sees_nothing = functools.reduce(jnp.logical_and, [h == 0 for h in stats])
+    d_outputs = jnp.where(sees_nothing, 0, _query_tiles(sizes, d_output.astype(dtype)))
     delta = jnp.sum(d_outputs * _query_tiles(sizes, output.astype(dtype)), axis=-1, keepdims=True)
     factor, pull_factor = jax.vjp(
         lambda stats, rule: _over_rows(rule, sizes).finalize(stats, m), stats, normalizer
@@ -234,7 +236,8 @@ def _attend_backward(static, residuals, cotangents):
         )
         more = pull_log_norm(_query_tiles(sizes, d_log_norm.astype(dtype)[..., None]))
         d_stats, d_normalizer = jax.tree.map(jnp.add, (d_stats, d_normalizer), more)
-    d_outputs = d_outputs * factor
+    # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
+    d_outputs = jnp.where(jnp.isnan(factor), 0, d_outputs * factor)
 
     keys, values = _key_tiles(sizes, key.astype(dtype)), _key_tiles(sizes, value.astype(dtype))
     finite_queries = finite_or_zero(queries)
@@ -250,7 +253,12 @@ def _attend_backward(static, residuals, cotangents):
             dq_transposed, d_bias, d_rule, dk, dv = carry
             q = queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
             d_out = d_outputs[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
-            s = _dot("bkjh,bkih->bkji", k, q, static).reshape(sizes.B, sizes.K, sizes.bk, sizes.G, sizes.bq)
+            if rule.compares_logits:
+                s = _dot("bkih,bkjh->bkij", q, k, static)
+                s = _transposed(s.reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk))
+            else:
+                s = _dot("bkjh,bkih->bkji", k, q, static)
+                s = s.reshape(sizes.B, sizes.K, sizes.bk, sizes.G, sizes.bq)
             if padded_bias is not None:
                 tile = slice_tile(padded_bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
                 s = s + _transposed(_grouped(tile, sizes))
@@ -272,7 +280,8 @@ def _attend_backward(static, residuals, cotangents):
             if static.logits_soft_cap is not None:
                 ds = ds * (1 - jnp.square(capped))
             if masked:
-                ds, d_spread = jax.tree.map(lambda x: jnp.where(visible, x, 0), (ds, d_spread))
+                # f too: a row that sees a NaN has a NaN for its m, also at the keys that it does not see.
+                f, ds, d_spread = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, ds, d_spread))
             d_rule = jax.tree.map(lambda total, x: total + _sum_to(x, total.shape), d_rule, d_spread)
             if d_bias is not None:
                 d_bias = _add_bias_tile(d_bias, ds, sizes, i, j)
@@ -363,13 +372,13 @@ def _over_rows(normalizer, sizes, transposed=False):
     return jax.tree.map(lambda leaf: leaf.reshape(shape) if leaf.ndim else leaf, normalizer)
 
 
-def _padded_bias(bias, sizes):
+def _padded_bias(bias, sizes, dtype):
     if bias is None:
         return None
     widths = [(0, 0), (0, 0)]
     for size, length in ((bias.shape[2], sizes.nq * sizes.bq), (bias.shape[3], sizes.nk * sizes.bk)):
         widths.append((0, 0 if size == 1 else length - size))
-    return jnp.pad(bias, widths).astype(jnp.promote_types(bias.dtype, jnp.float32))
+    return jnp.pad(bias, widths).astype(dtype)
 
 
 def _add_bias_tile(d_bias, ds, sizes, i, j):

@@ -31,10 +31,12 @@ class Dropout:
             size = [n if k == axis else 1 for k, n in enumerate(full)]
             return (start + jax.lax.broadcasted_iota(jnp.int32, size, axis)).astype(jnp.uint32)
 
-        bits = _mix(self.seed[0] ^ indices(0))
-        bits = _mix(bits ^ indices(1) ^ self.seed[1])
-        bits = _mix(bits ^ indices(2, i_start))
-        bits = _mix(bits ^ indices(3, j_start))
+        # Two words name a head, so that no two heads share them: with one, heads whose words differ by less than T
+        # would drop the same pairs, in another order of rows.
+        batch, head = indices(0), indices(1)
+        row_word = _mix(_mix(self.seed[0] ^ batch) ^ head)
+        column_word = _mix(_mix(self.seed[1] ^ batch) ^ head)
+        bits = _mix(_mix(row_word ^ indices(2, i_start)) ^ _mix(column_word ^ indices(3, j_start)))
         threshold = jnp.uint32(min(round(self.rate * 2**32), 2**32 - 1))
         return jnp.where(bits >= threshold, 1 / (1 - self.rate), 0.0).astype(jnp.float32)
 

@@ -91,4 +91,6 @@ def attend(
         marked = marked & visible
     sees_marked = jnp.any(marked, axis=-1, keepdims=True)
     output = output + nan_where(jnp.swapaxes(sees_marked, 1, 2), output.dtype)
+    if visible is not None:  # a row that sees no key has no gradient, not even that of a NaN cotangent
+        output = jnp.where(jnp.swapaxes(jnp.any(visible, axis=-1, keepdims=True), 1, 2), output, 0)
     return output.astype(query.dtype), None if log_norm is None else jnp.swapaxes(log_norm, 1, 2)

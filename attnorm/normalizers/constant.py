@@ -28,18 +28,18 @@ class _WithConstant(Normalizer):
 
     def finalize(self, stats, m):
         total = self._total(stats, m)
-        return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+        return jnp.where(total != 0, 1 / jnp.where(total != 0, total, 1), 0)
 
     def log_norm(self, stats, m):
         total = self._total(stats, m)
-        return jnp.where(total > 0, m + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+        return jnp.where(total != 0, m + jnp.log(jnp.where(total != 0, total, 1)), -jnp.inf)
 
     def _total(self, stats, m):
         (norm,) = stats
         return norm + jnp.exp(self._constant() - m)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sink(_WithConstant):
     """The rule of :func:`sink`."""
 
@@ -53,7 +53,7 @@ class Sink(_WithConstant):
         return self.b
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SoftmaxPlusN(_WithConstant):
     """The rule of :func:`softmax_plus_n`."""
 
@@ -84,8 +84,8 @@ def sink(
 
     Args:
       logits: floating point, any shape.
-      b: the sink's logit: a number, or an array that broadcasts against the logits and receives its exact
-        gradient. ``-inf`` gives softmax.
+      b: the sink's logit: a number, or an array of size 1 along ``axis`` that broadcasts to the logits and receives
+        its exact gradient. ``-inf`` gives softmax.
       axis: the axis of the keys.
       where: boolean, broadcasts to the logits; keys where it is False are as if removed.
 

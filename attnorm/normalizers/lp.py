@@ -19,20 +19,23 @@ from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array
 _LARGEST_MULTIPLIED_POWER = 8
 # Finite, so that the slope d · exp(p d) of a key with logit -inf is 0 and not inf · 0.
 _LOWEST_DIFFERENCE = -1e30
-# A backward pass that recomputes its logits may round them otherwise than the forward pass did.
-_TIE_TOLERANCE = 32
+# Beyond, p times a difference of logits leaves float32.
+_P_RANGE = (1e-6, 1e6)
+# A backward pass that recomputes its logits may round them otherwise than the forward pass did, so keys that are
+# this many rounding errors of the maximum below it count as equal to it.
+_TIE_TOLERANCE = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lp(Normalizer):
     """The rule for finite p: f = exp(s - m), h = exp(p (s - m)), g = h^(-1/p)."""
 
     p: float | Array
 
     def __post_init__(self):
-        object.__setattr__(
-            self, "p", checked_parameter("p", self.p, "positive", lambda p: (p > 0) & (p < math.inf))
-        )
+        wanted = f"a positive number from {_P_RANGE[0]:g} to {_P_RANGE[1]:g}"
+        p = checked_parameter("p", self.p, wanted, lambda p: (p >= _P_RANGE[0]) & (p <= _P_RANGE[1]))
+        object.__setattr__(self, "p", p)
 
     def terms(self, s, m):
         difference = s - m
@@ -43,27 +46,31 @@ class Lp(Normalizer):
 
     def finalize(self, stats, m):
         (norm,) = stats
-        visible = norm > 0
+        visible = norm != 0
         norm = jnp.where(visible, norm, 1)
         if is_array(self.p) or self.p not in (1, 2):
             root = jnp.exp(-jnp.log(norm) / self.p)
+            if is_array(self.p):  # a traced p can be checked only here
+                root = jnp.where(self.p > 0, root, jnp.nan)
         else:
             root = 1 / norm if self.p == 1 else jax.lax.rsqrt(norm)
         return jnp.where(visible, root, 0)
 
     def log_norm(self, stats, m):
         (norm,) = stats
-        visible = norm > 0
+        visible = norm != 0
         return jnp.where(visible, m + jnp.log(jnp.where(visible, norm, 1)) / self.p, -jnp.inf)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LInf(Normalizer):
     """The rule for p = ∞: f = exp(s - m) with m = max s, so g = 1 and λ = m.
 
     Here the maximum is itself the norm. Its gradient goes to the keys that attain it, in equal parts: the
     statistic counts them, and has value 1 and slope 1 at each.
     """
+
+    compares_logits = True
 
     def terms(self, s, m):
         tolerance = _TIE_TOLERANCE * float(jnp.finfo(s.dtype).eps) * jnp.maximum(1, jnp.abs(m))
@@ -74,17 +81,17 @@ class LInf(Normalizer):
 
     def finalize(self, stats, m):
         (count,) = stats
-        return jnp.where(count > 0, jnp.exp(-_mean_of_maxima(count)), 0)
+        return jnp.where(count != 0, jnp.exp(-_mean_of_maxima(count)), 0)
 
     def log_norm(self, stats, m):
         (count,) = stats
-        return jnp.where(count > 0, m + _mean_of_maxima(count), -jnp.inf)
+        return jnp.where(count != 0, m + _mean_of_maxima(count), -jnp.inf)
 
 
 def _mean_of_maxima(count):
     """0, with the derivative of the row's maximum."""
     constant = jax.lax.stop_gradient(count)
-    return (count - constant) / jnp.where(constant > 0, constant, 1)
+    return (count - constant) / jnp.where(constant != 0, constant, 1)
 
 
 def make_lp(p: float | Array = 2.0) -> Normalizer:
@@ -105,8 +112,9 @@ def lp(
 
     Args:
       logits: floating point, any shape.
-      p: the norm that is 1. A positive number (``math.inf`` included) is static; an array of finite positive
-        values broadcasts against the logits and receives its exact gradient.
+      p: the norm that is 1. A number from 1e-6 to 1e6, or ``math.inf``, is static; an array of such finite values,
+        of size 1 along ``axis``, broadcasts to the logits and receives its exact gradient. Rows whose traced p is
+        not positive are NaN.
       axis: the axis of the keys.
       where: boolean, broadcasts to the logits; keys where it is False are as if removed.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,33 @@ def checked_parameter(
     return float(value)
 
 
+def checked_floating(name: str, x: Array) -> Array:
+    """The array, in a dtype that attention computes with."""
+    if x is None or isinstance(x, str):
+        raise TypeError(f"{name} must be an array, got {x!r}")
+    x = jnp.asarray(x)
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+        raise TypeError(f"{name} must be floating point (float64, 32 or 16, or bfloat16), got {x.dtype}")
+    return x
+
+
+def _broadcasts_to(shape, full) -> bool:
+    return len(shape) <= len(full) and all(
+        size in (1, n) for size, n in zip(reversed(shape), reversed(full), strict=False)
+    )
+
+
+def _is_same(a, b) -> bool:
+    """Whether two leaves are one object, or known arrays of equal values."""
+    if a is b:
+        return True
+    if any(isinstance(x, jax.core.Tracer) or not is_array(x) for x in (a, b)):
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and bool(np.all(np.asarray(a) == np.asarray(b)))
+
+
 class Normalizer:
-    """Base class of the rules: a frozen dataclass that is also a pytree.
+    """Base class of the rules: a frozen dataclass (with ``eq=False``) that is also a pytree.
 
     A parameter given as a Python number is static: part of the tree structure, compared by value, so equal
     instances share one compilation. A parameter given as an array is a leaf: it can be traced, mapped,
@@ -61,6 +86,9 @@ class Normalizer:
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten, cls._unflatten)
 
     # The rule.
+
+    # Whether terms jump where s equals m: then a backward pass must not round its logits otherwise.
+    compares_logits: ClassVar[bool] = False
 
     def terms(self, s: Array, m: Array) -> tuple[Array, tuple[Array, ...]]:
         """Numerator and statistics of one logit: ``f, (h_0, ...)``. Both vanish at ``s = -inf``."""
@@ -99,17 +127,25 @@ class Normalizer:
           TypeError: logits that are not floating point, or a ``where`` that is not boolean.
           ValueError: an axis out of range, or a ``where`` that does not broadcast to the logits.
         """
-        logits = jnp.asarray(logits)
-        if not jnp.issubdtype(logits.dtype, jnp.floating):
-            raise TypeError(f"logits must be floating point, got {logits.dtype}")
+        logits = checked_floating("logits", logits)
+        if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
+            raise TypeError(f"axis must be an int, got {axis!r}")
         if not -logits.ndim <= axis < logits.ndim:
-            raise ValueError(f"axis must be in [-{logits.ndim}, {logits.ndim}), got {axis}")
+            raise ValueError(f"axis must be in [-{logits.ndim}, {logits.ndim}) for logits {logits.shape}, got {axis}")
         if where is not None:
             where = jnp.asarray(where)
             if where.dtype != jnp.bool_:
                 raise TypeError(f"where must be boolean, got {where.dtype}")
-            if np.broadcast_shapes(logits.shape, where.shape) != logits.shape:
+            if not _broadcasts_to(where.shape, logits.shape):
                 raise ValueError(f"where must broadcast to logits {logits.shape}, got {where.shape}")
+        rows = list(logits.shape)
+        rows[axis] = 1
+        for key, leaf in self._flatten()[0]:
+            if not _broadcasts_to(jnp.shape(leaf), rows):
+                raise ValueError(
+                    f"{key.name} must broadcast to logits {logits.shape}, with size 1 along axis {axis}, "
+                    f"got shape {jnp.shape(leaf)}"
+                )
         dtype = jnp.promote_types(logits.dtype, jnp.float32)
         rule = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self)
         f, g, _ = evaluate(rule, logits.astype(dtype), where, axis=axis)
@@ -118,7 +154,19 @@ class Normalizer:
             weights = jnp.where(where, weights, 0)
         return weights.astype(logits.dtype)
 
-    # The pytree.
+    # Equality by value, and the pytree.
+
+    def __eq__(self, other):
+        if type(self) is not type(other):
+            return NotImplemented
+        (leaves, static), (other_leaves, other_static) = self._flatten(), other._flatten()
+        return static == other_static and all(
+            _is_same(a, b) for (_, a), (_, b) in zip(leaves, other_leaves, strict=True)
+        )
+
+    def __hash__(self):
+        leaves, static = self._flatten()
+        return hash((type(self), static, *(leaf for _, leaf in leaves)))
 
     def _flatten(self):
         # Whatever is not a number is a leaf: JAX also unflattens with placeholders in place of arrays.

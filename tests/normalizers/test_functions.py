@@ -294,6 +294,6 @@ def test_weights_of_a_rule_are_the_function():
         params = {k: jnp.asarray(x) if isinstance(x, np.ndarray) else x for k, x in numbers(params).items()}
         rule = attnorm.get_normalizer(name, **params)
         np.testing.assert_array_equal(
-            rule.weights(logits, axis=0, where=where),
-            FUNCTIONS[name](logits, axis=0, where=where, **params),
+            rule.weights(logits, axis=-1, where=where),
+            FUNCTIONS[name](logits, axis=-1, where=where, **params),
         )
