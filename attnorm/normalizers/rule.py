@@ -131,7 +131,9 @@ class Normalizer:
         if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
             raise TypeError(f"axis must be an int, got {axis!r}")
         if not -logits.ndim <= axis < logits.ndim:
-            raise ValueError(f"axis must be in [-{logits.ndim}, {logits.ndim}) for logits {logits.shape}, got {axis}")
+            raise ValueError(
+                f"axis must be in [-{logits.ndim}, {logits.ndim}) for logits {logits.shape}, got {axis}"
+            )
         if where is not None:
             where = jnp.asarray(where)
             if where.dtype != jnp.bool_:

@@ -36,7 +36,9 @@ def attend(**options):
 )
 def test_integers_beyond_every_index_mean_what_they_say(options, equal, implementation):
     np.testing.assert_allclose(
-        attend(**options, implementation=implementation), attend(**equal, implementation="reference"), atol=1e-6
+        attend(**options, implementation=implementation),
+        attend(**equal, implementation="reference"),
+        atol=1e-6,
     )
 
 
@@ -59,7 +61,9 @@ def test_a_nan_cotangent_of_a_row_that_sees_no_key_reaches_nothing(normalizer, i
     hidden = (np.arange(5) >= np.array(lengths)[:, None])[..., None, None]
     cotangent = np.ones_like(VALUE)
     for got, expected in zip(
-        pullback(jnp.where(hidden, jnp.nan, cotangent)), pullback(jnp.where(hidden, 0, cotangent)), strict=True
+        pullback(jnp.where(hidden, jnp.nan, cotangent)),
+        pullback(jnp.where(hidden, 0, cotangent)),
+        strict=True,
     ):
         np.testing.assert_array_equal(got, expected)
 
@@ -85,7 +89,14 @@ def test_maxima_close_together_over_many_tiles_share_one_gradient():
 
     def log_norm(bias):
         return attnorm.dot_product_attention(
-            query, key, value, bias, scale=1.0, normalizer="linf", return_log_norm=True, implementation="chunked"
+            query,
+            key,
+            value,
+            bias,
+            scale=1.0,
+            normalizer="linf",
+            return_log_norm=True,
+            implementation="chunked",
         )[1].sum()
 
     assert float(jax.grad(log_norm)(jnp.zeros((1, 1024))).sum()) == pytest.approx(1)
