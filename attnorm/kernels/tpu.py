@@ -162,7 +162,9 @@ def _attend_backward(static, residuals, cotangents):
     d_output, d_log_norm = cotangents
 
     # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
-    d_output = d_output.astype(jnp.float32)
+    # A row that saw no key has no gradient, not even that of a NaN cotangent.
+    sees_nothing = functools.reduce(jnp.logical_and, [h == 0 for h in stats])
+    d_output = jnp.where(sees_nothing[..., None], 0, d_output.astype(jnp.float32))
     delta = jnp.sum(d_output * output.astype(jnp.float32), axis=-1)
     g, pull_factor = jax.vjp(lambda stats, rule: rule.finalize(stats, m), stats, normalizer)
     d_stats, d_normalizer = pull_factor(delta / jnp.where(g == 0, 1, g))
@@ -171,7 +173,8 @@ def _attend_backward(static, residuals, cotangents):
         d_stats, d_normalizer = jax.tree.map(
             jnp.add, (d_stats, d_normalizer), pull_log_norm(d_log_norm.astype(jnp.float32))
         )
-    d_output = (d_output * g[..., None]).astype(query.dtype)
+    # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
+    d_output = jnp.where(jnp.isnan(g)[..., None], 0, d_output * g[..., None]).astype(query.dtype)
 
     static = replace(static, tiling=static.backward)
     tiling = static.tiling
