@@ -48,17 +48,27 @@ def run(config: Mapping[str, Any], workdir: Path) -> bool:
     """
     train_config, task = parse_config(config)
     workdir = Path(workdir)
-    if jax.process_index() == 0:
-        files.claim(workdir, config, task.outputs)
-    multihost_utils.sync_global_devices("workdir")
-    checkpointer = Checkpointer(workdir / files.CHECKPOINTS, train_config.keep_checkpoints)
-    with contextlib.closing(checkpointer):
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            stack.enter_context(files.claimed(workdir, config, task.outputs))
+            if not (workdir / files.CHECKPOINTS).exists() and read_rows(workdir / files.METRICS):
+                raise _lost_checkpoints(workdir)
+        multihost_utils.sync_global_devices("workdir")
+        checkpointer = Checkpointer(workdir / files.CHECKPOINTS, train_config.keep_checkpoints)
+        stack.enter_context(contextlib.closing(checkpointer))
         try:
             return _Run(train_config, task, workdir, checkpointer).finish()
         except OSError as error:
             raise files.WorkdirError(
                 f"writing to {workdir} failed: {error.strerror}. What was saved is complete; the same command resumes."
             ) from error
+
+
+def _lost_checkpoints(workdir: Path) -> files.WorkdirError:
+    return files.WorkdirError(
+        f"{workdir / files.CHECKPOINTS} holds no checkpoint, but {workdir / files.METRICS} has rows from after one. "
+        f"Restore the checkpoints; or remove {workdir} or choose another --workdir to start again."
+    )
 
 
 def parse_config(config: Mapping[str, Any]) -> tuple[TrainConfig, Task]:
@@ -94,11 +104,17 @@ class _Run:
         restored_step = self.checkpointer.latest_step() or 0
         if restored_step == self.num_steps:
             if self.is_main:
+                self._require_rows(files.EVALUATIONS, self._is_evaluated, restored_step)
                 print(
                     f"{self.workdir} is finished ({self.num_steps} steps); rewriting its report", flush=True
                 )
                 print(self._report(read_rows(self.workdir / files.EVALUATIONS)), flush=True)
             return True
+        if self.is_main:
+            self._require_rows(files.METRICS, self._is_logged, restored_step)
+            self._require_rows(files.EVALUATIONS, self._is_evaluated, restored_step)
+            if not restored_step:
+                self._require_no_checkpoint_was_lost()
         recorder = Recorder(self.workdir, restored_step, self.num_steps, self.is_main)
         with contextlib.closing(recorder), _interruption() as interrupted:
             state = init_state(self.task, self.groups, self.optimizer, self.mesh)
@@ -131,8 +147,8 @@ class _Run:
                 self._record(*unrecorded, recorder)
             unrecorded = (step, stage, metrics)
             stops = interrupted(step)
-            evaluates = step == stage.end or (self.config.eval_every and step % self.config.eval_every == 0)
-            saves = stops or step == stage.end or step % self.config.checkpoint_every == 0
+            evaluates = self._is_evaluated(step, stage)
+            saves = stops or self._is_saved(step, stage)
             if evaluates or saves:
                 self._record(*unrecorded, recorder)
                 unrecorded = None
@@ -150,19 +166,53 @@ class _Run:
         self.checkpointer.wait()
         return True
 
+    def _is_logged(self, step: int, stage: Stage) -> bool:
+        return step == stage.first_step + 1 or step % self.config.log_every == 0
+
+    def _is_evaluated(self, step: int, stage: Stage) -> bool:
+        return step == stage.end or (self.config.eval_every > 0 and step % self.config.eval_every == 0)
+
+    def _is_saved(self, step: int, stage: Stage) -> bool:
+        return step == stage.end or step % self.config.checkpoint_every == 0
+
+    def _steps(self, is_due: Callable[[int, Stage], bool], last: int) -> list[int]:
+        return [
+            step
+            for stage in self.task.stages
+            for step in range(stage.first_step + 1, min(stage.end, last) + 1)
+            if is_due(step, stage)
+        ]
+
+    def _require_rows(self, name: str, is_due: Callable[[int, Stage], bool], restored_step: int) -> None:
+        """Rows are on disk before the checkpoint is, so where one is missing, something else removed it."""
+        path = self.workdir / name
+        kept = {row["step"] for row in read_rows(path)}
+        for step in self._steps(is_due, restored_step):
+            if step not in kept:
+                raise files.WorkdirError(
+                    f"{path} lacks the row of step {step}, which was there when step {restored_step} was saved. "
+                    "Restore the file, or choose another --workdir."
+                )
+
+    def _require_no_checkpoint_was_lost(self) -> None:
+        """The second save begins when the first is complete: later rows without a checkpoint mean that one is lost."""
+        rows = read_rows(self.workdir / files.METRICS) + read_rows(self.workdir / files.EVALUATIONS)
+        last = max((row["step"] for row in rows), default=0)
+        if len(self._steps(self._is_saved, last - 1)) > 1:
+            raise _lost_checkpoints(self.workdir)
+
     def _record(self, step: int, stage: Stage, metrics: Metrics, recorder: Recorder) -> None:
         metrics = jax.device_get(metrics)
         self._require_finite(step, metrics)
-        is_first = step == stage.first_step + 1
         message = None
-        if is_first or step % self.config.log_every == 0:
+        if self._is_logged(step, stage):
             row = {"step": step, "stage": stage.index, "length": stage.length}
             row["learning_rate"] = float(metrics["learning_rate"])
             for name in ("loss", "gradient_norm"):
                 row.update(self._by_member(name, metrics[name]))
             recorder.add_metrics(row)
             message = f"length {stage.length}  loss {min(metrics['loss']):.4g} to {max(metrics['loss']):.4g}"
-        if is_first:
+        if step == stage.first_step + 1:
             recorder.progress.restart_clock(step)
         recorder.progress.step(step, message)
 

@@ -1,10 +1,17 @@
 """The workdir: one experiment with one config, from its first start on."""
 
+import contextlib
+import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # not POSIX
+    fcntl = None
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -12,6 +19,7 @@ METRICS = "metrics.jsonl"
 METRICS_CSV = "metrics.csv"
 EVALUATIONS = "evaluations.jsonl"
 TENSORBOARD = "tensorboard"
+LOCK = "lock"
 
 
 class WorkdirError(RuntimeError):
@@ -28,8 +36,12 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def claim(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> None:
+@contextlib.contextmanager
+def claimed(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> Iterator[None]:
     """Makes the workdir this config's own, or checks that it is; writes nothing where it is not.
+
+    Until the context ends, or the process dies, no other run can claim it. Windows and file systems without locks
+    cannot enforce this.
 
     Args:
       workdir: made where it does not exist.
@@ -37,27 +49,54 @@ def claim(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> N
       outputs: the files, beside the loop's own, that the run will write.
 
     Raises:
-      WorkdirError: the workdir cannot be written, holds another config, or holds files that would be overwritten.
+      WorkdirError: the workdir cannot be written, holds another config, holds files that would be overwritten, or
+        another run is using it.
     """
     config = json.loads(json.dumps(config))
+    with contextlib.ExitStack() as stack:
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            _check(workdir, config, outputs)
+            stack.enter_context(_locked(workdir))
+            if not _check(workdir, config, outputs):  # again: another run may have been there first
+                write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
+        except OSError as error:
+            raise WorkdirError(f"cannot write to --workdir={workdir}: {error.strerror}") from error
+        yield
+
+
+def _check(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> bool:
+    """Whether the workdir is already this config's own; an error where it cannot become that."""
     path = workdir / CONFIG
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _compare(path, config)
-            if not os.access(workdir, os.W_OK):
-                raise PermissionError(13, "Permission denied")
-            return
-        ours = (CHECKPOINTS, METRICS, METRICS_CSV, EVALUATIONS, TENSORBOARD, *outputs)
-        foreign = [name for name in ours if (workdir / name).exists()]
-        if foreign:
-            raise WorkdirError(
-                f"{workdir} holds {', '.join(foreign)} but no {CONFIG}: these files are not from this experiment and "
-                f"would be overwritten. Choose another --workdir."
-            )
-        write_atomically(path, json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise WorkdirError(f"cannot write to --workdir={workdir}: {error.strerror}") from error
+    if path.exists():
+        _compare(path, config)
+        if not os.access(workdir, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return True
+    ours = (CHECKPOINTS, METRICS, METRICS_CSV, EVALUATIONS, TENSORBOARD, *outputs)
+    foreign = [name for name in ours if (workdir / name).exists()]
+    if foreign:
+        raise WorkdirError(
+            f"{workdir} holds {', '.join(foreign)} but no {CONFIG}: these files are not from this experiment and "
+            f"would be overwritten. Choose another --workdir."
+        )
+    return False
+
+
+@contextlib.contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+    with open(workdir / LOCK, "a", encoding="utf-8") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise WorkdirError(
+                    f"{workdir} is in use by another run. Wait for its end, or choose another --workdir."
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+        yield  # the system releases the lock when the file is closed, also by a kill
 
 
 def _compare(path: Path, config: Mapping[str, Any]) -> None:

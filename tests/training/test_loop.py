@@ -12,6 +12,7 @@ import pytest
 
 from attnorm.data.counting import position_only_mse
 from attnorm.training import loop, optimizer
+from attnorm.training import workdir as files
 from attnorm.training.checkpoint import Checkpointer
 from attnorm.training.metrics import read_rows
 from attnorm.training.tasks.counting import CountingTask
@@ -141,6 +142,74 @@ def test_a_finished_run_rewrites_its_report_only(tiny, finished_run, tmp_path, c
     assert "is finished (12 steps)" in capsys.readouterr().out
     assert (workdir / "results.csv").read_bytes() == report
     assert snapshot(workdir) == before
+
+
+@pytest.mark.parametrize("lines", [None, 0, 3])
+def test_a_report_without_its_evaluations_is_an_error(tiny, finished_run, tmp_path, lines):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished_run, workdir)
+    path = workdir / "evaluations.jsonl"
+    if lines is None:
+        path.unlink()
+    else:
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+    before = snapshot(workdir)
+    with pytest.raises(WorkdirError, match=rf"evaluations\.jsonl lacks the row of step {12 if lines else 4}"):
+        loop.run(tiny, workdir)
+    assert snapshot(workdir) == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
+def test_rows_lost_before_the_checkpoint_are_an_error(tiny, finished_run, tmp_path, name):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished_run, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "12")
+    lines = (workdir / name).read_text().splitlines(keepends=True)
+    (workdir / name).write_text("".join(lines[:1] + lines[2:]))
+    before = snapshot(workdir)
+    with pytest.raises(WorkdirError, match=rf"{name} lacks the row of step \d, .* when step 9 was saved"):
+        loop.run(tiny, workdir)
+    (workdir / name).write_text("".join(lines[:1]) + "garbage\n" + "".join(lines[1:]))
+    with pytest.raises(WorkdirError, match=rf"{name}, line 2 is damaged: 'garbage'"):
+        loop.run(tiny, workdir)
+    (workdir / name).write_text("".join(lines[:1] + lines[2:]))
+    assert snapshot(workdir) == before
+
+
+@pytest.mark.parametrize("keeps_the_folder", [True, False])
+def test_lost_checkpoints_are_an_error_that_drops_no_row(tiny, finished_run, tmp_path, keeps_the_folder):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished_run, workdir)
+    shutil.rmtree(workdir / "checkpoints")
+    if keeps_the_folder:
+        (workdir / "checkpoints").mkdir()
+    before = snapshot(workdir)
+    with pytest.raises(WorkdirError, match=r"checkpoints holds no checkpoint, but .* remove .*run or choose"):
+        loop.run(tiny, workdir)
+    assert snapshot(workdir) == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny, finished_run, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished_run, workdir)
+    for path in (workdir / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    for name, step in (("metrics.jsonl", 6), ("evaluations.jsonl", 4)):
+        lines = (workdir / name).read_text().splitlines(keepends=True)
+        (workdir / name).write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    assert loop.run(tiny, workdir)
+    assert exact(workdir) == exact(finished_run)
+
+
+def test_a_second_run_in_the_same_workdir_is_refused_until_the_first_ends(tiny, finished_run, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished_run, workdir)
+    before = snapshot(workdir)
+    with files.claimed(workdir, tiny, CountingTask.outputs):
+        with pytest.raises(WorkdirError, match="run is in use by another run"):
+            loop.run(tiny, workdir)
+    assert snapshot(workdir) == before
+    assert loop.run(tiny, workdir)
 
 
 @pytest.mark.slow
