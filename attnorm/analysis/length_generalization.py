@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import matplotlib
@@ -26,12 +26,23 @@ class Ratios:
 
 
 def read_ratios(results: Path) -> Mapping[tuple[int, str, int], Ratios]:
-    """The ratios of a results.csv by trained length, normaliser and prefix, in the file's order."""
+    """The ratios of a results.csv by trained length, normaliser and prefix, in the file's order.
+
+    Raises:
+      KeyError: a column is missing.
+      ValueError: a line that is cut off, or holds something else than the numbers that belong there.
+    """
     by_key = {}
     with open(results, encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            key = int(row["trained_length"]), _name(row["normalizer"], row["p"]), int(row["prefix"])
-            by_key.setdefault(key, []).append(float(row["ratio"]))
+        reader = csv.DictReader(_whole_lines(file, results))
+        for row in reader:
+            if None in row.values():
+                raise ValueError(f"{results}, line {reader.line_num} is cut off")
+            try:
+                key = int(row["trained_length"]), _name(row["normalizer"], row["p"]), int(row["prefix"])
+                by_key.setdefault(key, []).append(float(row["ratio"]))
+            except ValueError as error:
+                raise ValueError(f"{results}, line {reader.line_num}: {error}") from None
     return {
         key: Ratios(statistics.median(ratios), min(ratios), max(ratios)) for key, ratios in by_key.items()
     }
@@ -56,8 +67,13 @@ def draw(results: Path, figure_path: Path) -> None:
     Args:
       results: a results.csv.
       figure_path: the image, replaced as a whole.
+
+    Raises:
+      ValueError: results.csv has no rows; and as `read_ratios`.
     """
     ratios = read_ratios(results)
+    if not ratios:
+        raise ValueError(f"{results} has no rows")
     lengths = _spread_out(sorted({length for length, _, _ in ratios}), _MAX_PANELS)
     names = list(dict.fromkeys(name for _, name, _ in ratios))
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
@@ -88,6 +104,13 @@ def draw(results: Path, figure_path: Path) -> None:
         temporary = figure_path.with_name(figure_path.name + ".tmp")
         figure.savefig(temporary, dpi=160, format=figure_path.suffix[1:])
     os.replace(temporary, figure_path)
+
+
+def _whole_lines(file: Iterable[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        if not line.endswith("\n"):
+            raise ValueError(f"{path}, line {number} is cut off")
+        yield line
 
 
 def _draw_panel(axes, ratios, length, names):

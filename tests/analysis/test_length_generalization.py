@@ -55,3 +55,28 @@ def test_figure_has_a_panel_per_length_and_a_line_per_normaliser(results, tmp_pa
         assert list(curves) == ["p=1", "p=2", "linf"]
         assert list(curves["p=2"].get_ydata()) == pytest.approx([0.08, 0.16, 0.32])
         assert axes.get_xscale() == axes.get_yscale() == "log"
+
+
+@pytest.mark.parametrize("cut", [",1,0.05\n", "5\n", "\n"])
+def test_a_line_that_was_cut_off_is_an_error_that_names_file_and_line(results, cut):
+    text = results.read_text()
+    line = text.splitlines(keepends=True)[-1]
+    results.write_text(text[: -len(line)] + line[: -len(cut)])
+    with pytest.raises(ValueError, match=r"results\.csv, line 55 is cut off"):
+        read_ratios(results)
+    results.write_text(text[: -len(line)] + ",".join(line.split(",")[:4]) + "\n")
+    with pytest.raises(ValueError, match=r"results\.csv, line 55 is cut off"):
+        read_ratios(results)
+
+
+def test_a_word_in_place_of_a_number_is_an_error_that_names_file_and_line(results):
+    results.write_text(results.read_text().replace("linf,,0,4,2,", "linf,,0,4,two,"))
+    with pytest.raises(ValueError, match=r"results\.csv, line 38: .*'two'"):
+        read_ratios(results)
+
+
+def test_a_figure_of_no_rows_is_an_error_that_names_the_file(tmp_path):
+    (tmp_path / "results.csv").write_text(HEADER)
+    with pytest.raises(ValueError, match=r"results\.csv has no rows"):
+        draw(tmp_path / "results.csv", tmp_path / "figure.png")
+    assert not (tmp_path / "figure.png").exists()
