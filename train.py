@@ -8,21 +8,41 @@ The workdir holds config.json, metrics.jsonl and .csv, tensorboard/, checkpoints
 moment; the same command resumes it. --config.a.b=value changes a value of the config.
 """
 
-import ast
 import os
 import shlex
+import signal
 import sys
-from pathlib import Path
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+
+def _stop(signum, frame) -> None:
+    # Not sys.exit: the code that is interrupted, an import for example, may catch its exception.
+    print(f"\nstopped with nothing left to save; go on with: {_command()}", flush=True)
+    os._exit(0)
+
+
+def _command() -> str:
+    return shlex.join(["python", *sys.argv])
+
+
+if __name__ == "__main__":
+    # Before the slow imports. The loop, which has something to save, has handlers of its own.
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _stop)
+
+import ast  # noqa: E402
+import re  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from absl import app, flags, logging  # noqa: E402
+from ml_collections import config_flags  # noqa: E402
 
 _ROOT = Path(__file__).resolve().parent
 
 
 def main(argv: list[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)
+        # What the libraries' threads log as an error is raised too, and printed below without its tracebacks.
+        logging.set_verbosity(logging.FATAL)
     print("loading JAX", flush=True)
     from attnorm.training import loop
     from attnorm.training.checkpoint import CheckpointError
@@ -36,13 +56,15 @@ def main(argv: list[str]) -> None:
         finished = loop.run(flags.FLAGS.config.to_dict(), workdir)
     except (ClusterError, ConfigError, WorkdirError, loop.NonFiniteError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"ended at once; resume from the last checkpoint with: {_command()}")
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # the threads that failed to write would bury this message under theirs
     if finished:
         print(f"finished; everything is in {workdir}")
     else:
-        print(f"resume with: {shlex.join(['python', *sys.argv])}")
+        print(f"resume with: {_command()}")
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -57,7 +79,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
         arguments = flags.FLAGS(argv)
         flags.FLAGS.config.to_dict()  # raises if the file could not be read
     except (flags.Error, OSError) as error:
-        _exit(str(error).strip().splitlines()[-1].strip())
+        # The last line of a traceback of the config file, without the name of the exception's class.
+        _exit(re.sub(r"^[\w.]*ConfigError: ", "", str(error).strip().splitlines()[-1].strip()))
     except (AttributeError, KeyError) as error:
         overrides = [argument for argument in argv if argument.startswith("--config.")]
         hint = str(error).replace("\\'", "'").replace("\\n", "; ").strip("\"'")

@@ -121,7 +121,14 @@ def test_a_stopped_run_saves_exits_with_0_and_says_how_to_go_on(tmp_path, signum
     [
         (("--config.optimizer.learning_rat=1",), "learning_rat"),
         (("--config.ensemble.normalizers=('lp(p=-1)',)",), "'lp(p=-1)': p must be"),
-        (("--config=configs/counting.py:runloca",), "unknown key 'runloca'; did you mean 'runlocal'?"),
+        (
+            ("--config=configs/counting.py:runloca",),
+            "error: config argument 'runloca': unknown key 'runloca'; did you mean 'runlocal'?",
+        ),
+        (
+            ("--config.ensemble.seeds=(2147483648,)",),
+            "error: config.ensemble.seeds must be numbers from 0 to",
+        ),
     ],
 )
 def test_bad_input_is_an_error_that_names_it_and_writes_nothing(tmp_path, arguments, message):
@@ -130,6 +137,33 @@ def test_bad_input_is_an_error_that_names_it_and_writes_nothing(tmp_path, argume
     assert message in result.stderr
     assert result.stderr.startswith("error: ") and "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("line", ["loading JAX", "stage 1 of 2"])
+def test_a_run_stopped_while_it_starts_exits_with_0(tmp_path, signum, line):
+    process = start(tmp_path / "run", *TINY)
+    while not process.stdout.readline().startswith(line):
+        pass
+    process.send_signal(signum)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    assert f"with: python train.py --workdir={tmp_path}/run" in output.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_workdir_are_refused_and_a_killed_one_leaves_no_lock(tmp_path):
+    first = start(tmp_path / "run", *TINY)
+    wait_for(first, (tmp_path / "run/config.json").exists)
+    second = run(tmp_path / "run", *TINY)
+    assert first.poll() is None
+    assert second.returncode == 1
+    assert "is in use by another run" in second.stderr and "Traceback" not in second.stderr
+    kill(first)
+    result = run(tmp_path / "run", *TINY)
+    assert result.returncode == 0, result.stderr
 
 
 def test_help_lists_the_configs():
@@ -143,7 +177,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
     limited = ["bash", "-c", 'ulimit -f 6; exec "$@"', "bash", *command(tmp_path / "run", *TINY)]
     result = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1
-    error = result.stderr[result.stderr.rindex("error: ") :]
-    assert "File too large" in error and "the same command resumes" in error
+    assert result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+    assert "File too large" in result.stderr and "the same command resumes" in result.stderr
     result = run(tmp_path / "run", *TINY)
     assert result.returncode == 0, result.stderr
