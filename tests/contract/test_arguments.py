@@ -96,7 +96,7 @@ REFUSED = {
         ValueError,
         ["query_offset", "(3,)", "2"],
     ),
-    "offset of another dtype": ({"query_offset": 1.5}, TypeError, ["query_offset", "float32", "integer"]),
+    "offset of another dtype": ({"query_offset": 1.5}, TypeError, ["query_offset", "float64", "integer"]),
     "negative window": ({"local_window_size": (3, -1)}, ValueError, ["local_window_size", "(3, -1)"]),
     "window of three": ({"local_window_size": (1, 2, 3)}, TypeError, ["local_window_size", "(1, 2, 3)"]),
     "window of floats": ({"local_window_size": 1.5}, TypeError, ["local_window_size", "1.5"]),
