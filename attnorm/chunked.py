@@ -253,7 +253,7 @@ def _attend_backward(static, residuals, cotangents):
             dq_transposed, d_bias, d_rule, dk, dv = carry
             q = queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
             d_out = d_outputs[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
-            if rule.compares_logits:
+            if rule.needs_equal_logits:
                 s = _dot("bkih,bkjh->bkij", q, k, static)
                 s = _transposed(s.reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk))
             else:

@@ -87,8 +87,9 @@ class Normalizer:
 
     # The rule.
 
-    # Whether terms jump where s equals m: then a backward pass must not round its logits otherwise.
-    compares_logits: ClassVar[bool] = False
+    # Whether a backward pass must round its logits as the forward pass did: where terms jump at s = m, or where they
+    # magnify differences of logits.
+    needs_equal_logits: ClassVar[bool] = False
 
     def terms(self, s: Array, m: Array) -> tuple[Array, tuple[Array, ...]]:
         """Numerator and statistics of one logit: ``f, (h_0, ...)``. Both vanish at ``s = -inf``."""
