@@ -2,7 +2,7 @@
 
     python train.py --workdir=runs/counting
 
-Hardware: 2 CPU cores. Time: 7 CPU minutes, so about 4 minutes where both cores are free.
+Hardware: 2 CPU cores. Time: 7 CPU minutes; about 4 to 8 minutes of waiting, by what else the machine does.
 Expected: MSE divided by that of a guess from the position alone, at b = trained length 16, 32, 64, median of 3 seeds:
 p = 1: 0.36, 0.10, 0.083; p = 2: 0.17, 0.005, 0.025; p = 4: 0.20, 0.007, 0.019. L2 and L4 learn faster. Twice beyond
 the trained length all three lose most of this (0.5, 0.45, 0.4 at b = 128), and at 8 times all are worse than the guess.
