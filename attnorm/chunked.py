@@ -161,7 +161,7 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
     bias = _padded_bias(bias, sizes, dtype)
     rule = _over_rows(normalizer, sizes)
     # Narrow inputs are widened once: CPUs multiply float32 faster, and nothing is rounded in between.
-    queries = _query_tiles(sizes, query.astype(dtype) * scale_of(static, dtype))
+    queries = _query_tiles(sizes, query.astype(dtype) * static.scale)
     keys, values = _key_tiles(sizes, key.astype(dtype)), _key_tiles(sizes, value.astype(dtype))
 
     def query_tile(i):
@@ -218,10 +218,9 @@ def _attend_backward(static, residuals, cotangents):
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
     padded_bias = _padded_bias(bias, sizes, dtype)
-    scale = scale_of(static, dtype)
 
     # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
-    queries = _query_tiles(sizes, query.astype(dtype) * scale)
+    queries = _query_tiles(sizes, query.astype(dtype) * static.scale)
     # A row that saw no key has no gradient, not even that of a NaN cotangent.
     sees_nothing = functools.reduce(jnp.logical_and, [h == 0 for h in stats])
     d_outputs = jnp.where(sees_nothing, 0, _query_tiles(sizes, d_output.astype(dtype)))
@@ -307,7 +306,7 @@ def _attend_backward(static, residuals, cotangents):
     (dq_transposed, d_bias, d_rule), (dk, dv) = _scan(key_tile, _compat.vary_like(zeros, query), sizes.nk)
 
     dq = jnp.swapaxes(dq_transposed, -1, -2).reshape(*dq_shape[:3], sizes.G, sizes.bq, -1)
-    dq = _from_query_tiles(sizes, dq * scale).astype(query.dtype)
+    dq = _from_query_tiles(sizes, dq * static.scale).astype(query.dtype)
     dk = _from_key_tiles(sizes, dk).astype(key.dtype)
     dv = _from_key_tiles(sizes, dv).astype(value.dtype)
     if d_bias is not None:
@@ -320,10 +319,6 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 # Layout.
-
-
-def scale_of(static, dtype):
-    return jnp.asarray(static.scale, dtype)
 
 
 def _query_tiles(sizes, x):
