@@ -10,7 +10,7 @@ from tests.kernels.conftest import INTERPRET
 OWN = {"dtype": ["f32", "f32", "bf16", "f16"], "blocks": [None]}
 FAST_CASES = pairwise(
     FAST_FACTORS | OWN | {"lengths": [(1, 300), (128, 128), (200, 130)], "heads": [(1, 1), (6, 2), (4, 1)]},
-    count=len(RESTRICTIONS),
+    count=len(RESTRICTIONS) // 4,
     cost=2e7,
     seed=4,
 )
