@@ -24,6 +24,7 @@ from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
 from attnorm.normalizers.rule import Normalizer, Partial
+from attnorm.tiling import even_block
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,12 @@ def _sizes(query, key, block_sizes):
     B, T, N, _ = query.shape
     _, S, K, _ = key.shape
     blocks = block_sizes or default_block_sizes(T, S)
-    return _Sizes(B, T, S, K, N // K, _even_block(T, blocks.query), _even_block(S, blocks.key))
+    return _Sizes(B, T, S, K, N // K, _block(T, blocks.query), _block(S, blocks.key))
 
 
-def _even_block(length, largest):
-    """Tiles of equal size, so that the last one is not mostly padding."""
-    if length <= largest:
-        return length
-    size = -(-length // -(-length // largest))
-    return min(largest, -(-size // 8) * 8)
+def _block(length, largest):
+    """One tile needs no padding; of several, each is a multiple of the eight rows that vectorise well."""
+    return length if length <= largest else even_block(length, largest, unit=8)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

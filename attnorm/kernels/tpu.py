@@ -35,6 +35,7 @@ from attnorm.kernels.settings import LANES, backward_blocks, config, dq_bytes, f
 from attnorm.kernels.tile import TRANSPOSED_AXES, Inputs, spread
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer
+from attnorm.tiling import even_block, round_up
 
 
 def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
@@ -109,21 +110,11 @@ class _Static:
 
 
 def _tiling(choose_blocks, query, key, value, bias, visibility):
-    width = sum(_round_up(x.shape[-1], LANES) for x in (query, value))
+    width = sum(round_up(x.shape[-1], LANES) for x in (query, value))
     dense = [x for x in (bias, visibility.mask) if x is not None and 1 not in x.shape[2:]]
     blocks = choose_blocks(width, query.dtype.itemsize, sum(x.dtype.itemsize for x in dense))
     T, S = query.shape[1], key.shape[1]
-    return Tiling(T, S, _even_block(T, blocks.query), _even_block(S, blocks.key))
-
-
-def _even_block(length, largest):
-    """Tiles of equal size, so that the last one is not mostly padding."""
-    size = -(-length // -(-length // largest))
-    return min(largest, _round_up(size, LANES))
-
-
-def _round_up(x, unit):
-    return -(-x // unit) * unit
+    return Tiling(T, S, even_block(T, blocks.query, LANES), even_block(S, blocks.key, LANES))
 
 
 def _precision(precision):
@@ -178,7 +169,7 @@ def _attend_backward(static, residuals, cotangents):
 
     static = replace(static, tiling=static.backward)
     tiling = static.tiling
-    T, Hv = tiling.nq * tiling.bq, _round_up(value.shape[-1], LANES)
+    T, Hv = tiling.nq * tiling.bq, round_up(value.shape[-1], LANES)
     inputs, padded = _inputs(static, query, key, value, bias, normalizer, visibility, transposed=True)
     inputs = inputs._replace(
         d_output=heads_first(d_output, T, Hv),
@@ -203,7 +194,7 @@ def _inputs(static, query, key, value, bias, normalizer, visibility, transposed=
     """The padded inputs of a kernel, and the visibility with its arrays padded."""
     tiling = static.tiling
     T, S = tiling.nq * tiling.bq, tiling.nk * tiling.bk
-    H, Hv = (_round_up(x.shape[-1], LANES) for x in (query, value))
+    H, Hv = (round_up(x.shape[-1], LANES) for x in (query, value))
     if static.logit_factor == 1:
         query = (query.astype(jnp.float32) * static.scale).astype(query.dtype)
     query_ids, key_ids, mask = visibility.query_segment_ids, visibility.key_segment_ids, visibility.mask
