@@ -106,6 +106,12 @@ class Schedule:
             full &= (outer_min == inner_max) & (inner_min == outer_max)
         return full
 
+    def span(self, tables: Tables, b, outer):
+        """The inner tiles [start, stop) that hold every needed one; start >= stop where none is."""
+        start = 0 if self.from_first else self._span(tables, _START, b, outer)
+        stop = self.num_inner if self.to_last else self._span(tables, _STOP, b, outer)
+        return start, stop
+
     def fetch(self, tables: Tables, b, outer, inner):
         """The inner tile to have in memory: on a skipped step the next one needed, so that it is there in time."""
         tile = inner
