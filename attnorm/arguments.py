@@ -91,12 +91,14 @@ def checked_call(
     query_segment_ids, key_segment_ids = _checked_segments(
         query_segment_ids, key_value_segment_ids, B, T, S, batched
     )
+    needs_offset = normalizer.needs & {"position", "distance"}
     visibility = Visibility(
         num_queries=T,
         num_keys=S,
         left=left,
         right=right,
-        offset=None if (left, right) == (None, None) else query_offset,  # nothing to shift
+        # Without a band there is nothing to shift, unless the normaliser asks where a query stands.
+        offset=query_offset if needs_offset or (left, right) != (None, None) else None,
         query_lengths=_checked_lengths("query_seq_lengths", query_seq_lengths, B, T, batched),
         key_lengths=_checked_lengths("key_value_seq_lengths", key_value_seq_lengths, B, S, batched),
         query_segment_ids=query_segment_ids,

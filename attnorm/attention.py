@@ -17,7 +17,7 @@ from attnorm.normalizers.rule import checked_floating
 
 _IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas_tpu": tpu}
 # What an automatic choice tries, in order.
-_PREFERRED = {"tpu": ("pallas_tpu", "chunked")}
+_PREFERRED = {"tpu": ("pallas_tpu", "chunked", "reference")}
 _IMPLEMENTATIONS_OF_JAX = ("xla", "cudnn")
 _log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def dot_product_attention(
     dropout = checked_dropout(dropout_rate, dropout_rng)
     if (axes := sharding.explicit_axes(call.query)) is not None:
         return sharding.over_explicit_axes(dot_product_attention, arguments, *axes)
-    attend = _chosen(implementation, call.query, dropout, precision)
+    attend = _chosen(implementation, call.query, call.normalizer, dropout, precision)
     if 0 in (*call.query.shape, *call.value.shape):
         attend = reference.attend  # nothing to cut into tiles
     output, log_norm = attend(
@@ -217,10 +217,23 @@ def attention_weights(
     return weights if call.batched else weights[0]
 
 
-def _chosen(implementation, query, dropout, precision):
+def implementations_of(normalizer: Normalizer) -> tuple[str, ...]:
+    """The names of the implementations that serve this normaliser."""
+    return tuple(name for name, module in _IMPLEMENTATIONS.items() if _not_served(normalizer, module) is None)
+
+
+def _not_served(normalizer, module):
+    """What the normaliser needs and the implementation does not serve, or None."""
+    missing = normalizer.needs - getattr(module, "SERVES", frozenset())
+    if not missing:
+        return None
+    return f"normalizer {normalizer} needs {', '.join(sorted(missing))}"
+
+
+def _chosen(implementation, query, normalizer, dropout, precision):
     """The first of the implementations asked for that can serve the call."""
     if implementation is None:
-        names = _PREFERRED.get(jax.default_backend(), ("chunked",))
+        names = _PREFERRED.get(jax.default_backend(), ("chunked", "reference"))
     else:
         names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
@@ -234,7 +247,9 @@ def _chosen(implementation, query, dropout, precision):
     reasons = []
     for name in names:
         module = _IMPLEMENTATIONS[name]
-        reason = module.supports(query, dropout, precision) if hasattr(module, "supports") else None
+        reason = _not_served(normalizer, module)
+        if reason is None and hasattr(module, "supports"):
+            reason = module.supports(query, dropout, precision)
         if reason is None:
             if reasons:
                 _log_once(name, "; ".join(reasons))

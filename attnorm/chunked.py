@@ -23,8 +23,11 @@ from attnorm import _compat
 from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
-from attnorm.normalizers.rule import Normalizer, Partial
+from attnorm.normalizers.rule import Normalizer, Partial, prepared, selected_terms
+from attnorm.places import tile_place
 from attnorm.tiling import even_block
+
+SERVES = frozenset({"map", "position", "count", "distance", "selection"})
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
+    places = _places(normalizer, visibility, sizes, dtype)
     bias = _padded_bias(bias, sizes, dtype)
     rule = _over_rows(normalizer, sizes)
     # Narrow inputs are widened once: CPUs multiply float32 faster, and nothing is rounded in between.
@@ -172,11 +176,12 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
                 s = s + _grouped(slice_tile(bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
             if static.logits_soft_cap is not None:
                 s = static.logits_soft_cap * jnp.tanh(s / static.logits_soft_cap)
+            visible = None
             if masked:
                 visible = _grouped(padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
-                s = jnp.where(visible, s, -jnp.inf)
-            m = jnp.maximum(state.m, jnp.max(s, axis=-1, keepdims=True))
-            f, stats = rule.terms(s, m)
+            s, weighted = prepared(rule, s, visible, places(i, j))
+            m = jnp.maximum(state.m, jnp.max(s, axis=-1, keepdims=True)) if rule.uses_max else state.m
+            f, stats = selected_terms(rule, s, m, weighted)
             factor, factors = rule.rescale(state.m, m)
             stats = tuple(
                 old * r + jnp.sum(h, axis=-1, keepdims=True)
@@ -215,6 +220,7 @@ def _attend_backward(static, residuals, cotangents):
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
+    places = _places(normalizer, visibility, sizes, dtype, transposed=True)
     padded_bias = _padded_bias(bias, sizes, dtype)
 
     # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
@@ -262,13 +268,23 @@ def _attend_backward(static, residuals, cotangents):
             if static.logits_soft_cap is not None:
                 capped = jnp.tanh(s / static.logits_soft_cap)
                 s = static.logits_soft_cap * capped
+            visible = None
             if masked:
                 visible = padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
                 visible = _transposed(_grouped(visible, sizes))
-                s = jnp.where(visible, s, -jnp.inf)
+                if not rule.needs:
+                    s = jnp.where(visible, s, -jnp.inf)
+            place = places(i, j)
+
+            def terms(s, rule):
+                weighted = visible
+                if rule.needs:  # else there is nothing to differentiate here
+                    s, weighted = prepared(rule, s, visible, place)
+                return selected_terms(rule, s, m[i], weighted)
+
             # Parameters are spread over the tile, so that the gradient of a hidden pair can be dropped.
             spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), rule)
-            (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m[i]), s, spread)
+            (f, _), pull = jax.vjp(terms, s, spread)
             df = _dot("bkjh,bkih->bkji", v, d_out, static).reshape(s.shape)
             if dropout is not None:
                 kept = _transposed(_dropout_tile(dropout, sizes, i, j, dtype))
@@ -363,6 +379,22 @@ def _over_rows(normalizer, sizes, transposed=False):
     """Parameters of shape () or (N,) against (B, K, G, i, j), or transposed against (B, K, j, G, i)."""
     shape = (1, sizes.K, 1, sizes.G, 1) if transposed else (1, sizes.K, sizes.G, 1, 1)
     return jax.tree.map(lambda leaf: leaf.reshape(shape) if leaf.ndim else leaf, normalizer)
+
+
+def _places(normalizer, visibility, sizes, dtype, transposed=False):
+    """A function of a tile's numbers (i, j): what the rule wants to know of its logits, in their layout."""
+    counts = None
+    if "count" in normalizer.needs:
+        counts = visibility.counts()
+        counts = jnp.pad(counts, [(0, 0), (0, 0), (0, sizes.nq * sizes.bq - sizes.T)])
+        counts = _grouped(counts[..., None], sizes)  # (b, K|1, G|1, T, 1)
+
+    def of_tile(i, j):
+        own = None if counts is None else slice_tile(counts, i * sizes.bq, sizes.bq, 0, 1)
+        place = tile_place(normalizer, visibility, own, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk, dtype)
+        return jax.tree.map(_transposed, place) if transposed else place
+
+    return of_tile
 
 
 def _padded_bias(bias, sizes, dtype):

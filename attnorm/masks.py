@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+# Rows of the mask that are summed at once where keys have to be counted one by one.
+_COUNTED_AT_ONCE = 128
+
 
 class Span(NamedTuple):
     """Consecutive tiles [start, stop); ``masked`` where some pair in them may be hidden."""
@@ -94,6 +97,34 @@ class Visibility:
         if not jax.tree.leaves(self) and self.left is None and self.right is None:
             return None
         return self.tile(0, self.num_queries, 0, self.num_keys)
+
+    def counts(self) -> Int[Array, "b n T"]:
+        """How many keys each query sees. Dimensions b, n are 1 or full. Never O(T S) memory."""
+        if self.mask is None and self.query_segment_ids is None:
+            return self._counts_in_band()
+        size = min(self.num_queries, _COUNTED_AT_ONCE)
+        tiles = -(-self.num_queries // size)
+        padded = self.padded(tiles * size, self.num_keys)
+
+        def of_tile(tile):
+            return jnp.sum(padded.tile(tile * size, size, 0, self.num_keys), axis=-1, dtype=jnp.int32)
+
+        counts = of_tile(0)[None] if tiles == 1 else jax.lax.map(of_tile, jnp.arange(tiles))
+        counts = jnp.moveaxis(counts, 0, 2)  # (b, n, tiles, size)
+        return counts.reshape(*counts.shape[:2], -1)[..., : self.num_queries]
+
+    def _counts_in_band(self):
+        i = jax.lax.broadcasted_iota(jnp.int32, (1, 1, self.num_queries), 2)
+        offset = jnp.reshape(0 if self.offset is None else self.offset, (-1, 1, 1))
+        start, stop = 0, jnp.reshape(_limit(self.num_keys, self.key_lengths), (-1, 1, 1))
+        # The clips keep the sums inside int32, beyond every index.
+        if self.left is not None:
+            start = jnp.maximum(jnp.clip(offset - self.left, -(2**30), 2**30) + i, 0)
+        if self.right is not None:
+            stop = jnp.minimum(jnp.clip(offset + self.right, -(2**30), 2**30) + i + 1, stop)
+        counts = jnp.maximum(stop - start, 0)
+        query_limit = jnp.reshape(_limit(self.num_queries, self.query_lengths), (-1, 1, 1))
+        return jnp.where(i < query_limit, counts, 0)
 
     def key_spans(self, i_start: int | Array, i_size: int, j_size: int, num_tiles: int) -> list[Span]:
         """The tiles of keys that a tile of queries has to visit, in order; all others are hidden."""

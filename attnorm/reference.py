@@ -10,6 +10,9 @@ from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer, evaluate
+from attnorm.places import dense_place
+
+SERVES = frozenset({"map", "position", "count", "distance", "selection", "rows"})
 
 
 def weights(
@@ -44,8 +47,8 @@ def weights(
             logits = jnp.where(visible, logits, 0)
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     rule = jax.tree.map(lambda leaf: leaf[:, None, None] if leaf.ndim else leaf, normalizer)
-    numerators, factor, log_norm = evaluate(rule, logits, visible)
-    normalized = numerators * factor
+    place = dense_place(normalizer, visibility, dtype)
+    normalized, log_norm = evaluate(rule, logits, visible, place)
     if visible is not None:
         normalized = jnp.where(visible, normalized, 0)
     return normalized, None if log_norm is None else jnp.squeeze(log_norm, -1)

@@ -16,7 +16,7 @@ ROOT = Path(attnorm.__file__).parent
 LAYERS = [
     {"_compat", "finite", "tiling"},
     {"normalizers", "masks", "dropout"},
-    {"arguments", "sharding", "reference", "chunked", "kernels"},
+    {"places", "arguments", "sharding", "reference", "chunked", "kernels"},
     {"attention"},
     {"attnorm"},
     {"flax_adapter"},

@@ -8,6 +8,9 @@ A normaliser is three scalar functions of a logit ``s`` and a reference ``m`` (t
 
 and the weights are ``g · f``. The dense weights below, the O(T)-memory attention and the fused kernels
 are all derived from these three, gradients included.
+
+A rule may ask for more, and says so in ``needs``: a map of the logits that knows where they stand, terms that do
+not vanish at hidden keys, or the whole row at once. Every implementation says which of these it serves.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +73,24 @@ def _is_same(a, b) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(np.all(np.asarray(a) == np.asarray(b)))
 
 
+class Place(NamedTuple):
+    """Where logits stand; a rule gets what it needs, as floating point numbers that broadcast to the logits.
+
+    position: of the query, counted as the keys are: i + query_offset.
+    count: the number of keys that the query may see, at least 1.
+    distance: from the key to the query, position - j.
+    """
+
+    position: Array | None = None
+    count: Array | None = None
+    distance: Array | None = None
+
+
+def static_field(default: Any) -> Any:
+    """A field of a rule that is no number and never traced, such as the name of a function."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
 class Normalizer:
     """Base class of the rules: a frozen dataclass (with ``eq=False``) that is also a pytree.
 
@@ -90,9 +111,28 @@ class Normalizer:
     # Whether a backward pass must round its logits as the forward pass did: where terms jump at s = m, or where they
     # magnify differences of logits.
     needs_equal_logits: ClassVar[bool] = False
+    # Whether terms depend on m; where they do not, no maximum is taken and nothing is rescaled.
+    uses_max: ClassVar[bool] = True
+    # What the rule needs beside its three functions; class attribute or property:
+    #   "map"        ``map_logits`` is applied first, before the maximum
+    #   "position", "count", "distance"    parts of Place that the map is given
+    #   "selection"  terms do not vanish at s = -inf: they are computed at s = 0 and dropped for hidden keys
+    #   "rows"       all logits of a row at once: ``row_weights`` replaces the three functions
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def map_logits(self, s: Array, place: Place) -> Array:
+        """The logits that the terms are given, from finite ones and from where they stand."""
+        raise NotImplementedError
 
     def terms(self, s: Array, m: Array) -> tuple[Array, tuple[Array, ...]]:
-        """Numerator and statistics of one logit: ``f, (h_0, ...)``. Both vanish at ``s = -inf``."""
+        """Numerator and statistics of one logit: ``f, (h_0, ...)``.
+
+        At ``s = -inf`` all vanish, unless the rule needs "selection". A row of zero statistics is an empty row.
+        """
+        raise NotImplementedError
+
+    def row_weights(self, s: Array, visible: Array, place: Place, axis: int) -> Array:
+        """For a rule that needs "rows": the weights of finite logits; what stands at hidden keys is dropped."""
         raise NotImplementedError
 
     def finalize(self, stats: tuple[Array, ...], m: Array) -> Array:
@@ -110,23 +150,33 @@ class Normalizer:
     def rescale(self, m_old: Array, m_new: Array) -> tuple[Array, tuple[Array, ...]]:
         """Factors that carry the numerator and the statistics from one reference to a larger one.
 
-        Terms are homogeneous in exp(s), so what a past row sum owes is what a key of logit m_old would.
+        Terms are homogeneous in exp(s), so what a past row sum owes is what a key of logit m_old would; terms
+        without m owe nothing.
         """
-        return self.terms(m_old, m_new)
+        if self.uses_max:
+            return self.terms(m_old, m_new)
+        one = jnp.ones_like(m_old)
+        return one, (one,) * len(jax.eval_shape(self.terms, m_old, m_new)[1])
 
     # Dense weights.
 
     def weights(
-        self, logits: Float[Array, "..."], *, axis: int = -1, where: Bool[Array, "..."] | None = None
+        self,
+        logits: Float[Array, "..."],
+        *,
+        axis: int = -1,
+        where: Bool[Array, "..."] | None = None,
+        position: Float[Array, "..."] | None = None,
     ) -> Float[Array, "..."]:
         """The normalised weights along ``axis``; keys where ``where`` is False are as if removed.
 
-        Array parameters broadcast against the logits. Computed in float32 (float64 for float64 logits) and
-        returned in the dtype of the logits.
+        Array parameters broadcast against the logits, and so do the queries' positions, for rules that need
+        them; without these, every query stands at the last key. Computed in float32 (float64 for float64 logits)
+        and returned in the dtype of the logits.
 
         Raises:
           TypeError: logits that are not floating point, or a ``where`` that is not boolean.
-          ValueError: an axis out of range, or a ``where`` that does not broadcast to the logits.
+          ValueError: an axis out of range, or a ``where`` or ``position`` that does not broadcast to the logits.
         """
         logits = checked_floating("logits", logits)
         if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
@@ -143,19 +193,33 @@ class Normalizer:
                 raise ValueError(f"where must broadcast to logits {logits.shape}, got {where.shape}")
         rows = list(logits.shape)
         rows[axis] = 1
-        for key, leaf in self._flatten()[0]:
+        of_rows = [(key.name, leaf) for key, leaf in self._flatten()[0]]
+        if position is not None:
+            of_rows.append(("position", position))
+        for name, leaf in of_rows:
             if not _broadcasts_to(jnp.shape(leaf), rows):
                 raise ValueError(
-                    f"{key.name} must broadcast to logits {logits.shape}, with size 1 along axis {axis}, "
+                    f"{name} must broadcast to logits {logits.shape}, with size 1 along axis {axis}, "
                     f"got shape {jnp.shape(leaf)}"
                 )
         dtype = jnp.promote_types(logits.dtype, jnp.float32)
         rule = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self)
-        f, g, _ = evaluate(rule, logits.astype(dtype), where, axis=axis)
-        weights = f * g
+        place = self._place_in_rows(logits.shape, axis, where, position, dtype)
+        weights, _ = evaluate(rule, logits.astype(dtype), where, place, axis)
         if where is not None:  # again, so that a NaN cotangent at a hidden key stops here
             weights = jnp.where(where, weights, 0)
         return weights.astype(logits.dtype)
+
+    def _place_in_rows(self, shape, axis, where, position, dtype) -> Place:
+        length = shape[axis]
+        count = distance = None
+        position = jnp.asarray(length - 1 if position is None else position, dtype)
+        if "count" in self.needs:
+            count = length if where is None else jnp.sum(jnp.broadcast_to(where, shape), axis, keepdims=True)
+            count = jnp.maximum(jnp.asarray(count, dtype), 1)
+        if "distance" in self.needs:
+            distance = position - jax.lax.broadcasted_iota(dtype, shape, axis % len(shape))
+        return Place(position if "position" in self.needs else None, count, distance)
 
     # Equality by value, and the pytree.
 
@@ -173,12 +237,15 @@ class Normalizer:
 
     def _flatten(self):
         # Whatever is not a number is a leaf: JAX also unflattens with placeholders in place of arrays.
-        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        static = tuple((name, value if isinstance(value, float) else None) for name, value in values)
-        leaves = [
-            (jax.tree_util.GetAttrKey(name), value) for name, value in values if not isinstance(value, float)
-        ]
-        return leaves, static
+        leaves, static = [], []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) or field.metadata.get("static"):
+                static.append((field.name, value))
+            else:
+                static.append((field.name, None))
+                leaves.append((jax.tree_util.GetAttrKey(field.name), value))
+        return leaves, tuple(static)
 
     @classmethod
     def _unflatten(cls, static, leaves):
@@ -189,21 +256,50 @@ class Normalizer:
         return self
 
 
-def evaluate(
-    normalizer: Normalizer, s: Array, visible: Array | None, axis: int = -1
-) -> tuple[Array, Array, Array | None]:
-    """Numerators f, row factor g and log-norm λ of dense logits; the row axis is kept with size 1."""
-    floor = float(jnp.finfo(s.dtype).min)
+def prepared(
+    normalizer: Normalizer, s: Array, visible: Array | None, place: Place
+) -> tuple[Array, Array | None]:
+    """Logits as the rule's terms take them, and where they count (None: everywhere)."""
+    needs = normalizer.needs
+    if needs:
+        weighted = s != -jnp.inf
+        visible = weighted if visible is None else visible & weighted
+        s = jnp.where(visible, s, 0)  # a finite number, so that no slope there is NaN
+        if "map" in needs:
+            s = normalizer.map_logits(s, place)
     if visible is not None:
-        s = jnp.where(visible, s, -jnp.inf)
-    m = jnp.max(s, axis=axis, keepdims=True, initial=-jnp.inf)
-    m = jax.lax.stop_gradient(jnp.maximum(m, normalizer.start(floor)))
+        s = jnp.where(visible, s, 0 if needs & {"selection", "rows"} else -jnp.inf)
+    return s, visible
+
+
+def selected_terms(
+    normalizer: Normalizer, s: Array, m: Array, visible: Array | None
+) -> tuple[Array, tuple[Array, ...]]:
+    """The terms of prepared logits; 0 at hidden keys."""
+    f, stats = normalizer.terms(s, m)
+    if "selection" in normalizer.needs:
+        f, stats = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, stats))
+    return f, stats
+
+
+def evaluate(
+    normalizer: Normalizer, s: Array, visible: Array | None, place: Place, axis: int = -1
+) -> tuple[Array, Array | None]:
+    """Weights and log-norm λ of dense logits; the row axis of λ is kept with size 1."""
+    s, visible = prepared(normalizer, s, visible, place)
+    if "rows" in normalizer.needs:
+        return jnp.where(visible, normalizer.row_weights(s, visible, place, axis), 0), None
+    m = jnp.zeros((), s.dtype)
+    if normalizer.uses_max:
+        floor = float(jnp.finfo(s.dtype).min)
+        m = jnp.max(s, axis=axis, keepdims=True, initial=-jnp.inf)
+        m = jax.lax.stop_gradient(jnp.maximum(m, normalizer.start(floor)))
     f, stats = normalizer.terms(s, m)
     if visible is not None:
         f = jnp.where(visible, f, 0)
         stats = tuple(jnp.where(visible, h, 0) for h in stats)
     stats = tuple(jnp.sum(h, axis=axis, keepdims=True) for h in stats)
-    return f, normalizer.finalize(stats, m), normalizer.log_norm(stats, m)
+    return f * normalizer.finalize(stats, m), normalizer.log_norm(stats, m)
 
 
 @jax.tree_util.register_dataclass
