@@ -12,12 +12,6 @@ from attnorm import lp, softmax, theory
 ORDERS = (0.5, 1.0, 1.5, 2.0, 3.0, 8.0)
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 def logits(*shape, scale=2.0):
     return scale * jnp.asarray(np.random.default_rng(0).standard_normal(shape))
 

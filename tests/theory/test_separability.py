@@ -1,0 +1,197 @@
+"""Bounds on the separable fraction. On a line (d = 1) every expectation is an exact sum over all signs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnorm import theory
+
+KEYS = 9
+SIGNS = np.where((np.arange(2**KEYS)[:, None] >> np.arange(KEYS)) % 2 == 1, 1.0, -1.0)
+SLACK = 1e-12
+
+
+def retrieve(weights, x, selected):
+    """N_s / N, precision and F in NumPy, from their definitions; x is (S, D)."""
+    y = weights[:, None] * x
+    D = np.linalg.norm(y - y[selected].sum(0), axis=-1)
+    inside, outside = D[selected], D[~selected]
+    recall = np.mean(inside < outside.min()) if outside.size else 1.0
+    precision = inside.size / (inside.size + np.sum(outside <= inside.max()))
+    return precision, recall, 2 * precision * recall / (precision + recall)
+
+
+@functools.cache
+def line_cases():
+    """Weights (1000, 9) with N = 3 selected first, and over all 2^9 signs: D, r and N_s/N."""
+    rng = np.random.default_rng(0)
+    weights = np.sort(rng.dirichlet(np.ones(KEYS), 1000), -1)[:, ::-1]
+    weights[500:] = np.sort(rng.choice([0.05, 0.1, 0.2], (500, KEYS)), -1)[:, ::-1]
+    weights[900:] = np.where(np.arange(KEYS) < 3, 0.2, 0.2 - 1e-9)  # the rest just below
+    y = weights[:, None] * SIGNS  # case, signs, key
+    D = np.abs(y - y[..., :3].sum(-1, keepdims=True))
+    r = D[..., 3:].min(-1)
+    return weights, D, r, (D[..., :3] < r[..., None]).mean(-1)
+
+
+def test_retrieval_follows_its_definition():
+    rng = np.random.default_rng(1)
+    weights, x = rng.dirichlet(np.ones(10), 300), rng.normal(size=(300, 10, 2))
+    x[250:] = x[250:, :1]  # ties everywhere
+    selected = rng.uniform(size=(300, 10)) < rng.uniform(size=(300, 1))
+    selected[:, 0] = True
+    selected[0] = True
+    got = jax.jit(jax.vmap(theory.retrieval))(weights, x, selected)
+    wanted = np.array([retrieve(*case) for case in zip(weights, x, selected, strict=True)]).T
+    np.testing.assert_allclose(np.array(got), wanted, rtol=1e-12)
+    assert float(theory.separable_fraction(weights[1], x[1], selected[1])) == wanted[1, 1]
+
+
+def test_the_ceiling_holds_for_every_placement():
+    """1000 random placements, and all at one point, where it is attained."""
+    rng = np.random.default_rng(2)
+    weights = rng.dirichlet(np.ones(6), 1000) * rng.choice([1.0, 3.0], (1000, 1))
+    x = rng.normal(size=(1000, 6, 3))
+    x[900:] = x[900:, :1]
+    x *= 2.5 / np.linalg.norm(x, axis=-1, keepdims=True)
+    pairs = np.linalg.norm(x[:, :, None] - x[:, None], axis=-1)
+    apart = np.where(np.eye(6) == 1, np.inf, pairs).min((1, 2))
+    ceiling = jax.jit(jax.vmap(lambda w, d: theory.proved_distance_ceiling(w, radius=2.5, min_distance=d)))(
+        weights, apart
+    )
+    y = weights[..., None] * x
+    D = np.linalg.norm(y.sum(1, keepdims=True) - y, axis=-1)
+    assert (D <= ceiling * (1 + SLACK)).all()
+    np.testing.assert_allclose(D[900:], ceiling[900:], rtol=1e-10)
+
+
+def test_lower_side_of_the_paper_holds_for_every_draw():
+    weights, _, r, fraction = line_cases()
+    r = np.maximum(r, 1e-12)  # no key lies within a ball of radius 0, and the bound is far below 0
+    low = jax.jit(
+        jax.vmap(
+            jax.vmap(
+                lambda w, t: theory.paper_separability_bounds(w, radius=1.0, min_distance=0.0, threshold=t)[
+                    0
+                ],
+                (None, 0),
+            )
+        )
+    )(weights[:, :3], r)
+    assert (low <= fraction + 1e-9).all()
+    assert (np.asarray(low) > 0.2).any(), "every bound is vacuous, so the case shows nothing"
+
+
+def test_upper_side_of_the_paper_fails():
+    """On a line, exact expectations for a fixed ball exceed the paper's form."""
+    weights, D, _, _ = line_cases()
+    form = jax.jit(
+        jax.vmap(
+            lambda w, t: theory.paper_separability_bounds(w, radius=1.0, min_distance=0.0, threshold=t)[1]
+        )
+    )
+    thresholds = np.linspace(0.05, 1, 20)
+    fixed = np.stack([(D[..., :3] < t).mean((1, 2)) for t in thresholds])
+    forms = np.stack([form(weights[:, :3], np.full(1000, t)) for t in thresholds])
+    assert np.mean(fixed > forms + 0.01) > 0.1
+    # Two equal weights always lie within the ball of radius 1, and the form says 0.88.
+    selected = jnp.array([True, True, False])
+    x = jnp.array([[1.0], [1.0], [-1.0]])
+    weights = jnp.array([0.5, 0.5, 0.0])
+    assert float(theory.separable_fraction(weights, x, selected)) == 1
+    _, high = theory.paper_separability_bounds(weights[:2], radius=1.0, min_distance=0.0, threshold=1.0)
+    assert float(high) == pytest.approx(np.exp(-1 / 8))
+
+
+@pytest.mark.parametrize("independent", (True, False))
+def test_proved_upper_bound_holds_at_every_threshold(independent):
+    weights, D, r, fraction = line_cases()
+    mean = D[..., :3].mean(1)
+    expected = fraction.mean(-1)
+    bound = jax.jit(
+        jax.vmap(
+            lambda w, mu, t, tail: theory.proved_separability_upper_bound(
+                w, mu, radius=1.0, threshold=t, exceeding=tail, independent=independent
+            )
+        )
+    )
+    tightest = np.full(len(weights), np.inf)
+    for t in 1e-6 + np.linspace(0, 0.6, 13):
+        got = np.asarray(bound(weights[:, :3], mean, np.full(1000, t), np.mean(r > t, -1)))
+        assert (expected <= got + SLACK).all()
+        tightest = np.minimum(tightest, got)
+        # For a fixed ball the tail is not needed.
+        fixed = (D[..., :3] < t).mean((1, 2))
+        assert (
+            fixed <= np.asarray(bound(weights[:, :3], mean, np.full(1000, t), np.zeros(1000))) + SLACK
+        ).all()
+    assert (tightest < 0.95).mean() > 0.05, "the bound is vacuous everywhere, so the case shows nothing"
+
+
+def test_the_radius_of_the_draw_must_not_be_the_threshold():
+    """d = 1, three equal weights, twelve others just below: exactly 3/4 against 0.705."""
+    N, L, w = 3, 15, 1 / 3
+    signs = np.where((np.arange(2**L)[:, None] >> np.arange(L)) % 2 == 1, 1.0, -1.0)
+    weights = np.where(np.arange(L) < N, w, w - 1e-9)
+    y = weights * signs
+    D = np.abs(y - y[:, :N].sum(-1, keepdims=True))
+    r = D[:, N:].min(-1)
+    fraction = (D[:, :N] < r[:, None]).mean()
+    mean = D[:, :N].mean(0)
+    assert fraction == pytest.approx(0.75, abs=1e-3)
+    naive, proved = np.inf, np.inf
+    bound = functools.partial(
+        theory.proved_separability_upper_bound, jnp.full(N, w), mean, radius=1.0, independent=False
+    )
+    thresholds, counts = np.unique(r.round(6), return_counts=True)
+    naive = sum(c * float(bound(threshold=t)) for t, c in zip(thresholds, counts, strict=True)) / len(r)
+    assert naive == pytest.approx(0.705, abs=1e-3)
+    assert naive < fraction
+    proved = min(float(bound(threshold=t, exceeding=np.mean(r > t))) for t in np.linspace(0, 1, 21))
+    assert fraction <= proved
+
+
+@pytest.mark.parametrize("num_dims", (1, 2, 3, 16))
+def test_mean_distance_floor(num_dims):
+    rng = np.random.default_rng(3)
+    weights = rng.dirichlet(np.ones(5), 25)
+    weights[-1] = [1, 0, 0, 0, 0]
+    x = rng.normal(size=(40_000, 5, num_dims))
+    x *= 2.0 / np.linalg.norm(x, axis=-1, keepdims=True)
+    for row in weights:
+        y = row[:, None] * x
+        D = np.linalg.norm(y.sum(1, keepdims=True) - y, axis=-1)
+        error = 4 * D.std(0) / np.sqrt(len(x))
+        floor = np.asarray(theory.proved_mean_distance_floor(row, radius=2.0, num_dims=num_dims))
+        assert (floor <= D.mean(0) + error).all()
+        assert (floor >= 0.57 * np.sqrt((D**2).mean(0)) - error).all()  # 1/sqrt(3), its worst, on a line
+
+
+def test_coverage_of_heads():
+    """The closed form is the mean over independent heads."""
+    hits = np.random.default_rng(4).uniform(size=(200_000, 3)) < 0.8
+    assert float(theory.paper_head_coverage(0.8, 3)) == pytest.approx(hits.any(-1).mean(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda w: theory.proved_distance_ceiling(w, radius=0), "radius"),
+        (lambda w: theory.proved_distance_ceiling(w, radius=1, min_distance=-1), "min_distance"),
+        (lambda w: theory.paper_separability_bounds(w, radius=1, min_distance=0, threshold=0), "threshold"),
+        (lambda w: theory.proved_mean_distance_floor(w, radius=1, num_dims=0), "num_dims"),
+        (lambda w: theory.proved_separability_upper_bound(w, w, radius=1, threshold=-1), "threshold"),
+        (
+            lambda w: theory.proved_separability_upper_bound(w, w, radius=1, threshold=1, exceeding=2),
+            "exceeding",
+        ),
+        (lambda w: theory.paper_head_coverage(1.5, 2), "separability"),
+        (lambda w: theory.paper_head_coverage(0.5, 0), "num_heads"),
+    ],
+)
+def test_arguments_outside_their_range_are_named(call, name):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        call(jnp.full(3, 1 / 3))
