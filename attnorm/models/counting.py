@@ -84,11 +84,15 @@ class CountingTransformer(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "B T"], attention_fn: AttentionFn) -> Float[Array, "B T"]:
         """The predictions; ``attention_fn(query, key, value)`` must be causal."""
-        is_first = (jnp.arange(tokens.shape[1]) == 0).astype(jnp.int32)
-        x = self.token_embedding(tokens) + self.first_embedding(is_first)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, attention_fn)
         return self.head(self.norm(x))[..., 0]
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The input of the first block."""
+        is_first = (jnp.arange(tokens.shape[1]) == 0).astype(jnp.int32)
+        return self.token_embedding(tokens) + self.first_embedding(is_first)
 
 
 def _make_norm(norm: str, features: int, rngs: nnx.Rngs) -> nnx.Module:

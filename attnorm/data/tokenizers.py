@@ -1,0 +1,91 @@
+"""From text to ids and back: bytes, or the byte-pair encoding that a published model was trained with."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+_END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    end_of_document: int  # an id that no text gives
+
+    def encode(self, text: str) -> Int[np.ndarray, "T"]: ...
+
+    def decode(self, ids: Int[np.ndarray, "T"]) -> str: ...
+
+
+class TokenizerError(ValueError):
+    """A tokeniser that is not there, or of a kind that cannot be used."""
+
+
+class ByteTokenizer:
+    """The bytes of the text in UTF-8: nothing to download, nothing to train, no text that it cannot hold.
+
+    >>> from attnorm.data.tokenizers import ByteTokenizer
+    >>> ids = ByteTokenizer().encode("né")
+    >>> ids, ByteTokenizer().decode(ids)
+    (array([110, 195, 169], dtype=int32), 'né')
+    """
+
+    vocab_size = 257
+    end_of_document = 256
+
+    def encode(self, text: str) -> Int[np.ndarray, "T"]:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Int[np.ndarray, "T"]) -> str:
+        """The text; what is cut off within a character, or is no byte, becomes a replacement character."""
+        return b"".join(bytes([i]) if i < 256 else b"\xff" for i in ids).decode("utf-8", errors="replace")
+
+
+class PretrainedTokenizer:
+    """The tokeniser of a Hugging Face checkpoint, by the tokenizers package.
+
+    No special tokens are added, and nothing is cut off.
+
+    Args:
+      folder: with tokenizer.json, or with GPT-2's vocab.json and merges.txt.
+
+    Raises:
+      TokenizerError: these files are missing or cannot be read.
+      ModuleNotFoundError: the tokenizers package is not installed.
+    """
+
+    def __init__(self, folder: Path):
+        import tokenizers
+
+        folder = Path(folder)
+        file, vocab, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+        try:
+            if file.is_file():
+                tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            elif vocab.is_file() and merges.is_file():
+                tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+                # GPT-2 tells the first word of a text, which no space precedes, from the others.
+                tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+                tokenizer.decoder = tokenizers.decoders.ByteLevel()
+            else:
+                raise TokenizerError(
+                    f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json and merges.txt"
+                )
+        # The package raises plain Exception for what it cannot read.
+        except Exception as error:
+            if isinstance(error, TokenizerError):
+                raise
+            raise TokenizerError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size()
+        known = [tokenizer.token_to_id(token) for token in _END_OF_DOCUMENT]
+        self.end_of_document = next((i for i in known if i is not None), None)
+
+    def encode(self, text: str) -> Int[np.ndarray, "T"]:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Int[np.ndarray, "T"]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -1,0 +1,95 @@
+"""Texts and tokenisers: what is read comes back, and what cannot be read is named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnorm.data import text as texts
+from attnorm.data.text import TextError, python_manual, python_source, read_text
+from attnorm.data.tokenizers import ByteTokenizer, PretrainedTokenizer, TokenizerError
+
+GPT2 = Path(__file__).parents[1] / "models" / "pretrained" / "tiny_gpt2"
+SAMPLE = "the cat sat on the other mat;  Ünïcödé 🙂\n\n\t3.14159 <that> is that"
+
+
+def test_a_users_file(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_bytes("\ufeffÜber Katzen\r\n".encode())
+    assert read_text(file) == "Über Katzen\r\n"
+    file.write_bytes("Über".encode("latin1"))
+    with pytest.raises(TextError, match="book.txt is not UTF-8: byte 0 is 0xdc. Convert it"):
+        read_text(file)
+    file.write_text(" \n")
+    with pytest.raises(TextError, match="book.txt is empty"):
+        read_text(file)
+    with pytest.raises(TextError, match="missing.txt cannot be read: No such file"):
+        read_text(tmp_path / "missing.txt")
+    with pytest.raises(TextError, match="cannot be read: Is a directory"):
+        read_text(tmp_path)
+
+
+def test_pythons_manual_and_source_are_whole():
+    assert sum(map(len, python_manual().values())) > 400_000
+    source = python_source()
+    assert list(source) == sorted(source, key=lambda name: Path(name).parts)
+    assert sum(map(len, source.values())) > 9_000_000
+    assert Path(json.__file__).read_text(encoding="utf-8") == source["json/__init__.py"]
+    assert not [
+        name for name in source if "site-packages" in name or "/test/" in name or "sysconfigdata" in name
+    ]
+
+
+def test_source_keeps_out_what_is_not_the_library(tmp_path, monkeypatch):
+    for name in ("abc.py", "site-packages/x.py", "json/tests/y.py", "_sysconfigdata_linux.py", "empty.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.py" else "x = 1\n")
+    (tmp_path / "old.py").write_bytes("# -*- coding: latin1 -*-\nname = 'Ü'\n".encode("latin1"))
+    monkeypatch.setattr(texts.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert python_source() == {"abc.py": "x = 1\n", "old.py": "# -*- coding: latin1 -*-\nname = 'Ü'\n"}
+    monkeypatch.setattr(texts.sysconfig, "get_path", lambda name: str(tmp_path / "nothing"))
+    with pytest.raises(TextError, match="without the source of its library"):
+        python_source()
+
+
+def test_bytes_hold_every_text():
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(SAMPLE)
+    assert ids.tolist() == list(SAMPLE.encode())
+    assert tokenizer.decode(ids) == SAMPLE
+    assert tokenizer.decode(np.array([104, 105, tokenizer.end_of_document])) == "hi\ufffd"
+    assert tokenizer.end_of_document == tokenizer.vocab_size - 1 == 256
+
+
+def test_pretrained_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = PretrainedTokenizer(GPT2)
+    ids = tokenizer.encode(SAMPLE)
+    assert len(ids) < len(SAMPLE.encode())
+    assert tokenizer.decode(ids) == SAMPLE
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (280, 0)
+    assert tokenizer.end_of_document not in ids
+
+    # The older form of the same tokeniser.
+    model = json.loads((GPT2 / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges))
+    np.testing.assert_array_equal(PretrainedTokenizer(tmp_path).encode(SAMPLE), ids)
+
+    # A checkpoint's own limits on length do not cut texts off.
+    limited = tokenizers.Tokenizer.from_file(str(GPT2 / "tokenizer.json"))
+    limited.enable_truncation(4)
+    limited.enable_padding(length=100)
+    limited.save(str(tmp_path / "tokenizer.json"))
+    np.testing.assert_array_equal(PretrainedTokenizer(tmp_path).encode(SAMPLE), ids)
+
+
+def test_pretrained_tokenizers_that_cannot_be_read(tmp_path):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(TokenizerError, match="neither tokenizer.json nor vocab.json and merges.txt"):
+        PretrainedTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match="the tokenizer in .* cannot be read"):
+        PretrainedTokenizer(tmp_path)
