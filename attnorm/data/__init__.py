@@ -1,1 +1,1 @@
-"""Data: generated tasks."""
+"""Data: generated tasks, texts and tokenisers."""
