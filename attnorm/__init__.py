@@ -1,30 +1,9 @@
 """attnorm: how attention normalises its weights. See the README for an overview."""
 
+from attnorm import normalizers
 from attnorm.attention import attention_weights, dot_product_attention
-from attnorm.normalizers import (
-    Normalizer,
-    get_normalizer,
-    l2,
-    linf,
-    lp,
-    normalizer_names,
-    sink,
-    softmax,
-    softmax_plus_n,
-)
+from attnorm.normalizers import *  # noqa: F403
 from attnorm.sharding import sharded
 
-__all__ = [
-    "Normalizer",
-    "attention_weights",
-    "dot_product_attention",
-    "get_normalizer",
-    "l2",
-    "linf",
-    "lp",
-    "normalizer_names",
-    "sharded",
-    "sink",
-    "softmax",
-    "softmax_plus_n",
-]
+# Every normaliser is a public function by its name, wherever it is defined.
+__all__ = ["attention_weights", "dot_product_attention", "sharded", *normalizers.__all__]

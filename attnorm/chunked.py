@@ -23,11 +23,11 @@ from attnorm import _compat
 from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
-from attnorm.normalizers.rule import Normalizer, Partial, prepared, selected_terms
+from attnorm.normalizers.rule import Normalizer, Partial, prepared
 from attnorm.places import tile_place
 from attnorm.tiling import even_block
 
-SERVES = frozenset({"map", "position", "count", "distance", "selection"})
+SERVES = frozenset({"map", "position", "count", "distance"})
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,13 @@ def partial_attend(
     precision,
     block_sizes: BlockSizes | None = None,
 ) -> Partial:
-    """The row state over these keys only, (B, T, N, ...), to be merged with that over others. Not differentiable."""
+    """The row state over these keys only, (B, T, N, ...), to be merged with that over others. Not differentiable.
+
+    Raises:
+      ValueError: a normaliser that depends on the number of keys, which these are not all of.
+    """
+    if "count" in normalizer.needs:
+        raise ValueError(f"normalizer {normalizer} depends on the number of all keys, got a part of them")
     sizes = _sizes(query, key, block_sizes)
     static = _Static(sizes, scale, logits_soft_cap, precision)
     state = _forward(static, query, key, value, bias, normalizer, visibility, None)
@@ -179,9 +185,9 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
             visible = None
             if masked:
                 visible = _grouped(padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
-            s, weighted = prepared(rule, s, visible, places(i, j))
+            s, _ = prepared(rule, s, visible, places(i, j))
             m = jnp.maximum(state.m, jnp.max(s, axis=-1, keepdims=True)) if rule.uses_max else state.m
-            f, stats = selected_terms(rule, s, m, weighted)
+            f, stats = rule.terms(s, m)
             factor, factors = rule.rescale(state.m, m)
             stats = tuple(
                 old * r + jnp.sum(h, axis=-1, keepdims=True)
@@ -277,10 +283,9 @@ def _attend_backward(static, residuals, cotangents):
             place = places(i, j)
 
             def terms(s, rule):
-                weighted = visible
                 if rule.needs:  # else there is nothing to differentiate here
-                    s, weighted = prepared(rule, s, visible, place)
-                return selected_terms(rule, s, m[i], weighted)
+                    s, _ = prepared(rule, s, visible, place)
+                return rule.terms(s, m[i])
 
             # Parameters are spread over the tile, so that the gradient of a hidden pair can be dropped.
             spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), rule)

@@ -253,7 +253,7 @@ def _norm_with_one_above(p, keys):
     return largest
 
 
-@pytest.mark.parametrize("name", attnorm.normalizer_names())
+@pytest.mark.parametrize("name", ["softmax", "l2", "lp", "linf", "sink", "softmax_plus_n"])
 def test_shift_permutation_and_masking(name):
     s = rows()
     order, kept = np.random.default_rng(7).permutation(13), np.arange(13) % 3 != 0

@@ -28,6 +28,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # These stand beside the layers: what they may import, and nobody below the given layer imports them.
 BESIDE = {
     "theory": {"normalizers"},
+    "catalogue": {"attention", "attnorm"},
     "bench": {part for part, rank in RANK.items() if rank <= RANK["attnorm"]},
 }
 MAY_IMPORT_THEORY = {"analysis", "training"}

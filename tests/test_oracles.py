@@ -9,7 +9,7 @@ import pytest
 
 from tests import oracles
 from tests.checks import assert_close, plain_attention
-from tests.oracles import ORACLES, attention, visible_keys
+from tests.oracles import FORMULAS, ORACLES, attention, visible_keys
 
 ROWS = [(name, params) for name in ORACLES for name, params in oracles.choices(name)]
 SHAPE = (2, 4, 3, 5)  # B, N, T, S; two key heads
@@ -40,6 +40,27 @@ def test_backward_of_a_row_is_the_finite_difference(name, params):
     for key, got in row.params.items():
         slope = difference(lambda x, key=key: loss(logits, params | {key: x}), params[key], 1.0)
         np.testing.assert_allclose(got, slope, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name, params", [choice for name in FORMULAS for choice in oracles.choices(name)])
+def test_gradients_of_a_formula_are_the_finite_differences(name, params):
+    rng = np.random.default_rng(0)
+    logits, direction, d_weights = rng.normal(size=(3, 7))
+    fixed = {k: x for k, x in params.items() if isinstance(x, str | int)}
+    moved = {k: float(np.mean(x)) for k, x in params.items() if k not in fixed}
+    row = oracles.Row.of([0, 1, 3, 4, 7, 8, 9], 9)
+
+    def loss(logits, moved):
+        weights, log_norm = FORMULAS[name].weights(logits, row, **fixed, **moved)
+        return weights @ d_weights + 0.7 * log_norm
+
+    got = FORMULAS[name].backward(logits, row, d_weights, 0.7, **fixed, **moved)
+    slope = difference(lambda s: loss(s, moved), logits, direction)
+    np.testing.assert_allclose(got.logits @ direction, slope, rtol=1e-7, atol=1e-8)
+    assert set(got.params) == set(moved)
+    for key in moved:
+        slope = difference(lambda x, key=key: loss(logits, moved | {key: x}), moved[key], 1.0)
+        np.testing.assert_allclose(got.params[key], slope, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("name, params", ROWS)
@@ -268,4 +289,4 @@ def test_the_oracles_import_only_numpy():
     tree = ast.parse(Path(oracles.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    assert imported == {"collections.abc", "typing", "numpy"}
+    assert imported == {"collections.abc", "math", "typing", "numpy"}

@@ -18,7 +18,7 @@ from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array
 # Small whole powers are cheaper, and as exact, by multiplication as by a second exponential.
 _LARGEST_MULTIPLIED_POWER = 8
 # Finite, so that the slope d · exp(p d) of a key with logit -inf is 0 and not inf · 0.
-_LOWEST_DIFFERENCE = -1e30
+LOWEST_DIFFERENCE = -1e30
 # Beyond, p times a difference of logits leaves float32.
 _P_RANGE = (1e-6, 1e6)
 # A backward pass that recomputes its logits may round them otherwise than the forward pass did, so keys that are
@@ -46,7 +46,7 @@ class Lp(Normalizer):
         f = jnp.exp(difference)
         if _is_small_whole(self.p):
             return f, (_whole_power(f, int(self.p)),)
-        return f, (jnp.exp(self.p * jnp.maximum(difference, _LOWEST_DIFFERENCE)),)
+        return f, (jnp.exp(self.p * jnp.maximum(difference, LOWEST_DIFFERENCE)),)
 
     def finalize(self, stats, m):
         (norm,) = stats

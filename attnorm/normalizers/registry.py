@@ -5,9 +5,28 @@ from __future__ import annotations
 import difflib
 import inspect
 
+from attnorm.normalizers.affine import Affine
 from attnorm.normalizers.constant import Sink, SoftmaxPlusN
+from attnorm.normalizers.general import GeluL2, L2Gelu, make_general
+from attnorm.normalizers.length import (
+    ALiBi,
+    Critical,
+    Llama4,
+    LogN,
+    ScaleInvariant,
+    SqrtLogN,
+    SSMax,
+    YaRN,
+)
 from attnorm.normalizers.lp import LInf, Lp, make_lp
+from attnorm.normalizers.nap import NAP
+from attnorm.normalizers.polynomial import Polynomial
+from attnorm.normalizers.relu import ReLUFormer, make_relu, make_softplus, make_squared_relu
 from attnorm.normalizers.rule import Normalizer
+from attnorm.normalizers.sa_softmax import SASoftmax
+from attnorm.normalizers.sigmoid import make_sigmoid
+from attnorm.normalizers.softpick import Softpick
+from attnorm.normalizers.threshold_rectified import ThresholdRectified
 
 _RULES = {
     "softmax": lambda: Lp(1.0),
@@ -16,6 +35,28 @@ _RULES = {
     "linf": LInf,
     "softmax_plus_n": SoftmaxPlusN,
     "sink": Sink,
+    "ssmax": SSMax,
+    "log_n": LogN,
+    "sqrt_log_n": SqrtLogN,
+    "critical": Critical,
+    "yarn": YaRN,
+    "llama4": Llama4,
+    "scale_invariant": ScaleInvariant,
+    "alibi": ALiBi,
+    "sa_softmax": SASoftmax,
+    "affine": Affine,
+    "general": make_general,
+    "gelu_l2": GeluL2,
+    "l2_gelu": L2Gelu,
+    "sigmoid": make_sigmoid,
+    "relu": make_relu,
+    "squared_relu": make_squared_relu,
+    "softplus": make_softplus,
+    "reluformer": ReLUFormer,
+    "softpick": Softpick,
+    "nap": NAP,
+    "threshold_rectified": ThresholdRectified,
+    "polynomial": Polynomial,
 }
 
 

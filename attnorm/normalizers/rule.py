@@ -9,8 +9,8 @@ A normaliser is three scalar functions of a logit ``s`` and a reference ``m`` (t
 and the weights are ``g · f``. The dense weights below, the O(T)-memory attention and the fused kernels
 are all derived from these three, gradients included.
 
-A rule may ask for more, and says so in ``needs``: a map of the logits that knows where they stand, terms that do
-not vanish at hidden keys, or the whole row at once. Every implementation says which of these it serves.
+A rule may ask for more, and says so in ``needs``: a map of the logits that knows where they stand, or the whole row
+at once. Every implementation says which of these it serves.
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ class Normalizer:
     # What the rule needs beside its three functions; class attribute or property:
     #   "map"        ``map_logits`` is applied first, before the maximum
     #   "position", "count", "distance"    parts of Place that the map is given
-    #   "selection"  terms do not vanish at s = -inf: they are computed at s = 0 and dropped for hidden keys
     #   "rows"       all logits of a row at once: ``row_weights`` replaces the three functions
     needs: ClassVar[frozenset[str]] = frozenset()
+    # How often a row's logits are read before all its weights are known, but for the pass that uses them.
+    passes: ClassVar[int] = 1
 
     def map_logits(self, s: Array, place: Place) -> Array:
         """The logits that the terms are given, from finite ones and from where they stand."""
@@ -127,7 +128,7 @@ class Normalizer:
     def terms(self, s: Array, m: Array) -> tuple[Array, tuple[Array, ...]]:
         """Numerator and statistics of one logit: ``f, (h_0, ...)``.
 
-        At ``s = -inf`` all vanish, unless the rule needs "selection". A row of zero statistics is an empty row.
+        All vanish at ``s = -inf`` (see :func:`of_weighted`); a row of zero statistics has no gradient.
         """
         raise NotImplementedError
 
@@ -268,18 +269,16 @@ def prepared(
         if "map" in needs:
             s = normalizer.map_logits(s, place)
     if visible is not None:
-        s = jnp.where(visible, s, 0 if needs & {"selection", "rows"} else -jnp.inf)
+        s = jnp.where(visible, s, 0 if "rows" in needs else -jnp.inf)
     return s, visible
 
 
-def selected_terms(
-    normalizer: Normalizer, s: Array, m: Array, visible: Array | None
+def of_weighted(
+    terms: Callable[[Array], tuple[Array, tuple[Array, ...]]], s: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The terms of prepared logits; 0 at hidden keys."""
-    f, stats = normalizer.terms(s, m)
-    if "selection" in normalizer.needs:
-        f, stats = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, stats))
-    return f, stats
+    """``terms(s)``, and 0 at ``s = -inf`` for terms that would not vanish there, or have no slope."""
+    weighted = s != -jnp.inf
+    return jax.tree.map(lambda x: jnp.where(weighted, x, 0), terms(jnp.where(weighted, s, 0)))
 
 
 def evaluate(
