@@ -1,118 +1,196 @@
-"""Compare the O(T)-memory attention with jax.nn and, where installed, PyTorch: ``python -m attnorm.bench``.
+"""Speed and memory of attention, in one of three ways: ``python -m attnorm.bench``.
 
-Causal, batch 1, 8 heads of 64. Every contender has a process of its own and runs in turn with the others.
+By default, or with ``--device``, implementations × normalisers and their peers are measured on this machine: each in
+a process of its own, in turn with the others. ``--compile-only`` compiles the TPU kernels for a chip that is not
+there and reports memory and code. ``--static-cycles`` counts their cycles and those of their peers. The last two need
+libtpu. Measured and counted figures are in different reports.
 """
 
 import argparse
-import datetime
-import functools
-import importlib.metadata
-import json
-import os
-import platform
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
+from attnorm.bench import compile_only, cost, cycles, measured, plot, report, static_cycles, tpu_kernels
+from attnorm.bench.contenders import DEVICES, DTYPES, PASSES, PEERS, Case, default_contenders, is_installed
+from attnorm.bench.topology import LibtpuMissing
+from attnorm.normalizers import normalizer_names
 
-from attnorm.bench.contenders import (
-    BATCH,
-    CONTENDERS,
-    DTYPES,
-    HEAD_DIM,
-    HEADS,
-    PASSES,
-    PEERS,
-    Case,
-    available,
-)
-from attnorm.bench.runner import run_case
-
-THREADS = 2
+# Defaults, by way of measuring; an option that is not listed for a way is refused there.
+_DEVICE, _COST, _COMPILE, _STATIC = "--device", "--normalizers all", "--compile-only", "--static-cycles"
+_DEFAULTS = {
+    _DEVICE: dict(
+        normalizers=["l2", "softmax", "lp"],
+        implementations=None,
+        peers=None,
+        lengths=None,
+        dtypes=None,
+        passes=list(PASSES),
+        rounds=6,
+        check=False,
+        torch_python=None,
+        plot=None,
+    ),
+    _COST: dict(normalizers=None, lengths=[2048], dtypes=["float32"], rounds=10),
+    _COMPILE: dict(
+        normalizers=["l2", "softmax", "lp", "sink"], topology=None, blocks=list(tpu_kernels.BLOCKS)
+    ),
+    _STATIC: dict(normalizers=["l2", "softmax", "lp", "sink"], blocks=list(tpu_kernels.BLOCKS), plot=None),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
-    cases = [
-        Case(length, dtype, direction)
-        for dtype in options.dtypes
-        for direction in options.passes
-        for length in options.lengths
-    ]
-    report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": _hardware(),
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "attnorm": _own_version(),
-        },
-        "settings": {
-            "batch": BATCH,
-            "heads": HEADS,
-            "head_dim": HEAD_DIM,
-            "is_causal": True,
-            "threads": THREADS,
-            "rounds": options.rounds,
-        },
-        "cases": [],
-    }
-    for number, case in enumerate(cases, 1):
-        progress = functools.partial(print, f"[{number}/{len(cases)}]", file=sys.stderr, flush=True)
-        result = run_case(case, options.contenders, options.rounds, THREADS, progress)
-        report["versions"] |= result.pop("versions")
-        report["cases"].append(result)
-        print(table(result), flush=True)
-        if options.out:
-            _replace(options.out, json.dumps(report, indent=1) + "\n")
-    return 1 if any(case["failures"] for case in report["cases"]) else 0
-
-
-def table(case: dict) -> str:
-    """One case as text: a line for each contender, a column for the speed over each peer."""
-    peers = [peer for peer in PEERS if peer in case["results"]]
-    header = ["", "median ms", *(f"speed ÷ {peer}" for peer in peers), "extra MB"]
-    lines = [header]
-    for name, result in case["results"].items():
-        speeds = (f"{case['speed_over'][name][peer]:.2f}" for peer in peers)
-        memory = f"{result['peak_extra_bytes'] / 1e6:.0f}"
-        lines.append([name, f"{1e3 * result['median_seconds']:.1f}", *speeds, memory])
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    text = [f"\n{case['direction'].replace('_', ' + ')}, {case['dtype']}, length {case['length']}"]
-    for name, *cells in lines:
-        cells = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        text.append("  ".join([f"  {name:<{widths[0]}}", *cells]))
-    text += [f"  {name}: failed, {reason}" for name, reason in case["failures"].items()]
-    return "\n".join(text)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m attnorm.bench", description=__doc__.replace("``", ""))
-    parser.add_argument("--lengths", nargs="+", type=_positive, default=[1024, 2048, 4096], metavar="L")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument(
-        "--rounds", type=_positive, default=6, help="an even number goes equally often through both orders"
-    )
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=available())
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, kept up to date after every case")
+    parser = _parser()
     options = parser.parse_args(arguments)
-    missing = set(options.contenders) - set(available())
-    if missing:
-        parser.error(f"argument --contenders: {', '.join(missing)} is not installed")
-    for name in ("lengths", "dtypes", "passes", "contenders"):
-        values = getattr(options, name)
-        if len(set(values)) < len(values):
-            parser.error(f"argument --{name}: values are repeated: {' '.join(map(str, values))}")
+    way = _settle(parser, options)
+    for name in ("out", "plot"):
+        if getattr(options, name):
+            _reserve(parser, name, getattr(options, name))
+    try:
+        result = _RUN[way](options)
+    except LibtpuMissing as error:
+        parser.error(f"argument {way}: {error}")
+    except measured.NoDevice as error:
+        parser.error(f"argument --device: JAX finds no {options.device} here: {error}")
     if options.out:
-        try:
-            options.out.touch(exist_ok=False)
-        except FileExistsError:
-            parser.error(f"argument --out: {options.out} exists; choose another name or remove it")
-        except OSError as error:
-            parser.error(f"argument --out: cannot write {options.out}: {error.strerror}")
-    return options
+        report.write(result, options.out)
+    failures = result.get("failures") or any(case["failures"] for case in result.get("cases", ()))
+    return 1 if failures else 0
+
+
+def _measure(options) -> dict:
+    device = DEVICES[options.device]
+    contenders = default_contenders(
+        options.device, options.normalizers, options.implementations, options.peers, options.torch_python
+    )
+    cases = [
+        Case(options.device, length, dtype, direction)
+        for dtype in options.dtypes or device.dtypes
+        for direction in options.passes
+        for length in options.lengths or device.lengths
+    ]
+    result = measured.run(
+        options.device,
+        cases,
+        contenders,
+        options.rounds,
+        _progress,
+        checked=options.check,
+        torch_python=options.torch_python,
+        out=options.out,
+    )
+    if options.plot:
+        plot.times(result, options.plot)
+    return result
+
+
+def _compare_costs(options) -> dict:
+    (length,), (dtype,) = options.lengths, options.dtypes
+    result = cost.run(normalizer_names(), length, dtype, options.rounds, _progress)
+    print(cost.text(result), flush=True)
+    return result
+
+
+def _compile(options) -> dict:
+    result = compile_only.run(options.topology, options.normalizers, options.blocks, _progress)
+    print(compile_only.text(result), flush=True)
+    return result
+
+
+def _count(options) -> dict:
+    result = static_cycles.run(options.static_cycles, options.normalizers, options.blocks, _progress)
+    print(static_cycles.text(result), flush=True)
+    if options.plot:
+        plot.cycles(result, options.plot)
+    return result
+
+
+_RUN: dict[str, Callable] = {
+    _DEVICE: _measure,
+    _COST: _compare_costs,
+    _COMPILE: _compile,
+    _STATIC: _count,
+}
+
+
+def _progress(message):
+    print(message, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m attnorm.bench",
+        description=__doc__.replace("``", ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--device", choices=DEVICES, default="cpu")
+    way.add_argument("--compile-only", action="store_true")
+    way.add_argument(
+        "--static-cycles", nargs="+", choices=cycles.CHIPS, metavar="CHIP", help=", ".join(cycles.CHIPS)
+    )
+    # None is "not given"; what it means depends on the way.
+    add = parser.add_argument
+    add("--normalizers", nargs="+", choices=[*normalizer_names(), "all"], metavar="NAME")
+    add("--implementations", nargs="+", metavar="NAME", help="as in attnorm.dot_product_attention")
+    add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=", ".join(PEERS))
+    add("--lengths", nargs="+", type=_positive, metavar="L")
+    add("--dtypes", nargs="+", choices=DTYPES)
+    add("--passes", nargs="+", choices=PASSES)
+    add("--rounds", type=_positive, help="an even number goes equally often through both orders")
+    add("--check", action="store_true", default=None, help="first compare every result with float64")
+    add("--torch-python", metavar="PYTHON", help="an interpreter with PyTorch and JAX, for the peer torch")
+    add("--topology", metavar="NAME", help="for --compile-only, such as v5e:2x2")
+    add("--blocks", nargs="+", type=_block, metavar="SIZE", help="for --compile-only and --static-cycles")
+    add("--out", type=Path, metavar="FILE", help="JSON; where cases are measured, kept up to date after each")
+    add("--plot", type=Path, metavar="FILE", help="a figure, by its suffix")
+    return parser
+
+
+def _settle(parser, options) -> str:
+    """Fills in the defaults of the way that was asked for; refuses what has no meaning there."""
+    way = _STATIC if options.static_cycles else _COMPILE if options.compile_only else _DEVICE
+    if options.normalizers and "all" in options.normalizers:
+        if options.normalizers != ["all"]:
+            parser.error("argument --normalizers: all stands alone")
+        options.normalizers = list(normalizer_names())
+        if way == _DEVICE:
+            if options.device != "cpu":
+                parser.error(f"argument --normalizers: all is measured on cpu, not on {options.device}")
+            way = _COST
+    known = {name for defaults in _DEFAULTS.values() for name in defaults}
+    for name in sorted(known):
+        value = getattr(options, name)
+        if value is None:
+            setattr(options, name, _DEFAULTS[way].get(name))
+        elif name not in _DEFAULTS[way] and name != "normalizers":
+            parser.error(f"argument {_flag(name)}: has no meaning with {way}")
+        elif isinstance(value, list) and len(set(value)) < len(value):
+            parser.error(f"argument {_flag(name)}: values are repeated: {' '.join(map(str, value))}")
+    if way == _COMPILE and not re.fullmatch(r"\w+:\d+(x\d+)+", options.topology or ""):
+        parser.error(f"argument --topology: a name such as v5e:2x2 is wanted, got {options.topology!r}")
+    if way == _COST and (len(options.lengths) > 1 or len(options.dtypes) > 1):
+        parser.error(f"argument --lengths, --dtypes: one of each is wanted with {way}")
+    for peer in options.peers or ():
+        if peer not in DEVICES[options.device].peers:
+            parser.error(f"argument --peers: {peer} does not run on {options.device}")
+        if not is_installed(peer) and not (peer == "torch" and options.torch_python):
+            parser.error(f"argument --peers: {peer} is not installed")
+    return way
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def _reserve(parser, name, path):
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        parser.error(f"argument --{name}: {path} exists; choose another name or remove it")
+    except OSError as error:
+        parser.error(f"argument --{name}: cannot write {path}: {error.strerror}")
 
 
 def _positive(text: str) -> int:
@@ -125,26 +203,13 @@ def _positive(text: str) -> int:
     return number
 
 
-def _hardware() -> dict:
-    try:
-        with open("/proc/cpuinfo") as file:
-            cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor() or platform.machine()
-    return {"cpu": cpu, "logical_cores": os.cpu_count(), "system": platform.platform()}
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("attnorm")
-    except importlib.metadata.PackageNotFoundError:
-        return "a checkout that is not installed"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    temporary.replace(path)
+def _block(text: str) -> int:
+    number = _positive(text)
+    if tpu_kernels.LENGTH % number or number % 128:
+        raise argparse.ArgumentTypeError(
+            f"a multiple of 128 that divides {tpu_kernels.LENGTH} is wanted, got {text!r}"
+        )
+    return number
 
 
 if __name__ == "__main__":

@@ -1,28 +1,80 @@
-"""The attention functions that are compared: ours, and those of jax.nn and PyTorch.
+"""The attention functions that are compared: ours, and those of jax.nn, tokamax, splash and PyTorch.
 
-Each contender is prepared for one case and returns a function that runs it once and waits for the result.
+A contender is named by implementation and normaliser, as in ``chunked l2``, a peer by its own name. It is prepared
+for one case and returns a function that runs it once.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-BATCH, HEADS, HEAD_DIM = 1, 8, 64
+from attnorm.attention import dot_product_attention, implementations_of
+from attnorm.normalizers import get_normalizer
+
 DTYPES = ("float32", "bfloat16")
 PASSES = ("forward", "forward_backward")
+# Parameters of a normaliser, where its defaults would make it one of the others.
+PARAMS = {"lp": {"p": 3.0}}
+# Attention that stores all logits is left out of longer cases.
+DENSE = ("jax.nn", "reference")
+LONGEST_DENSE = 4096
 
-OURS = {"l2": ("l2", {}), "softmax": ("softmax", {}), "lp_p3": ("lp", {"p": 3})}
-PEERS = ("jax.nn", "torch")
-CONTENDERS = (*OURS, *PEERS)
+
+@dataclass(frozen=True)
+class Device:
+    """What is measured where by default. Cases have one batch, or as many as make up this number of tokens."""
+
+    platform: str
+    heads: int
+    head_dim: int
+    tokens: int | None
+    lengths: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    implementations: tuple[str, ...]
+    peers: tuple[str, ...]
+    # Only one process can use a TPU.
+    one_process: bool = False
+
+
+DEVICES = {
+    "cpu": Device("cpu", 8, 64, None, (1024, 2048, 4096), ("float32",), ("chunked",), ("jax.nn", "torch")),
+    "gpu": Device(
+        "cuda",
+        16,
+        128,
+        16384,
+        (1024, 4096, 16384),
+        ("bfloat16",),
+        ("pallas_gpu", "chunked"),
+        ("jax.nn", "cudnn", "tokamax"),
+    ),
+    "tpu": Device(
+        "tpu",
+        8,
+        128,
+        16384,
+        (1024, 4096, 16384),
+        ("bfloat16",),
+        ("pallas_tpu", "chunked"),
+        ("jax.nn", "splash", "tokamax"),
+        one_process=True,
+    ),
+}
+PEERS = tuple(dict.fromkeys(peer for device in DEVICES.values() for peer in device.peers))
+_NEEDS_PACKAGE = ("torch", "tokamax")
 
 
 @dataclass(frozen=True)
 class Case:
     """Causal self-attention of one length; forward_backward returns the output and all gradients."""
 
+    device: str
     length: int
     dtype: str
     direction: str
@@ -30,31 +82,69 @@ class Case:
     def __str__(self):
         return f"L={self.length} {self.dtype} {self.direction}"
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, L, N, H"""
+        device = DEVICES[self.device]
+        batch = max(1, device.tokens // self.length) if device.tokens else 1
+        return (batch, self.length, device.heads, device.head_dim)
+
     def inputs(self) -> list[np.ndarray]:
         """Query, key, value and the cotangent of the output, each BxLxNxH, the same for every contender."""
         draw = np.random.default_rng(0).standard_normal
-        return [draw((BATCH, self.length, HEADS, HEAD_DIM), np.float32) for _ in range(4)]
+        return [draw(self.shape, np.float32) for _ in range(4)]
 
     asdict = dataclasses.asdict
 
 
-def available() -> list[str]:
-    """The contenders that can run here: all of them where PyTorch is installed."""
-    return [name for name in CONTENDERS if name != "torch" or importlib.util.find_spec("torch")]
+def rule(normalizer: str):
+    """The normaliser of that name as it is measured."""
+    return get_normalizer(normalizer, **PARAMS.get(normalizer, {}))
 
 
-def prepare(name: str, case: Case, threads: int) -> Callable[[], list]:
-    """Build and, for JAX, compile a contender. The function returned gives the output, then the gradients."""
+def default_contenders(device: str, normalizers, implementations=None, peers=None, torch=None) -> list[str]:
+    """Every pair that is asked for and every peer; where nothing is asked for, what there is here."""
+    names = []
+    for implementation in DEVICES[device].implementations if implementations is None else implementations:
+        for normalizer in normalizers:
+            if implementations is not None or implementation in implementations_of(rule(normalizer)):
+                names.append(f"{implementation} {normalizer}")
+    if peers is None:
+        peers = [peer for peer in DEVICES[device].peers if is_installed(peer) or (peer == "torch" and torch)]
+    return [*names, *peers]
+
+
+def is_installed(peer: str) -> bool:
+    return peer not in _NEEDS_PACKAGE or importlib.util.find_spec(peer) is not None
+
+
+def fits(contender: str, case: Case) -> bool:
+    """Whether a contender can be expected to have memory for a case."""
+    return case.length <= LONGEST_DENSE or contender.split(" ")[0] not in DENSE
+
+
+def normalizer_of(contender: str) -> str:
+    """The normaliser that a contender computes; that of the peers is softmax."""
+    return "softmax" if contender in PEERS else contender.split(" ")[1]
+
+
+def prepare(name: str, case: Case, threads: int) -> tuple[Callable[[], list], int | None]:
+    """Build and, for JAX, compile a contender.
+
+    Returns:
+      A function that gives the output, then the gradients, perhaps before they are there; and the bytes it takes
+      beyond the inputs, where the compiler knows.
+    """
     if name == "torch":
-        return _prepare_torch(case, threads)
+        return _prepare_torch(case, threads), None
     return _prepare_jax(name, case)
 
 
-def _prepare_jax(name: str, case: Case) -> Callable[[], list]:
+def _prepare_jax(name, case):
     import jax
     import jax.numpy as jnp
 
-    attention = _jax_attention(name)
+    attention = _jax_attention(name, case)
 
     def forward(query, key, value, _):
         return [attention(query, key, value)]
@@ -66,29 +156,55 @@ def _prepare_jax(name: str, case: Case) -> Callable[[], list]:
     function = forward if case.direction == "forward" else forward_backward
     arguments = [jnp.asarray(x, case.dtype) for x in case.inputs()]
     compiled = jax.jit(function).lower(*arguments).compile()
-    return lambda: jax.block_until_ready(compiled(*arguments))
+    memory = compiled.memory_analysis()
+    return lambda: compiled(*arguments), memory.temp_size_in_bytes + memory.output_size_in_bytes
 
 
-def _jax_attention(name: str) -> Callable:
-    import functools
-
+def _jax_attention(name, case):
     import jax
 
-    if name == "jax.nn":
-        return functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    if name in ("jax.nn", "cudnn"):
+        implementation = {"jax.nn": "xla", "cudnn": "cudnn"}[name]
+        return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    if name == "tokamax":
+        import tokamax
 
-    import attnorm
-
-    normalizer, params = OURS[name]
+        return functools.partial(tokamax.dot_product_attention, is_causal=True)
+    if name == "splash":
+        return _splash(case)
+    implementation, normalizer = name.split(" ")
     return functools.partial(
-        attnorm.dot_product_attention,
-        normalizer=attnorm.get_normalizer(normalizer, **params),
-        is_causal=True,
-        implementation="chunked",
+        dot_product_attention, normalizer=rule(normalizer), is_causal=True, implementation=implementation
     )
 
 
-def _prepare_torch(case: Case, threads: int) -> Callable[[], list]:
+def _splash(case):
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        BlockSizes,
+        CausalMask,
+        MultiHeadMask,
+        make_splash_mha,
+    )
+
+    _, length, heads, head_dim = case.shape
+    names = ["block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
+    kernel = make_splash_mha(
+        mask=MultiHeadMask([CausalMask((length, length))] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=BlockSizes(**dict.fromkeys(names, min(length, 1024)), use_fused_bwd_kernel=True),
+    )
+
+    def attention(query, key, value):
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query * head_dim**-0.5, key, value))
+        return jnp.swapaxes(jax.vmap(kernel)(query, key, value), 1, 2)
+
+    return attention
+
+
+def _prepare_torch(case, threads):
     import torch
 
     torch.set_num_threads(threads)

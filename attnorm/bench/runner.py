@@ -4,50 +4,69 @@ A machine's speed drifts; two times taken in the same round have met the same dr
 median over rounds of the ratio within a round, and every second round goes through the contenders backwards.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
-from attnorm.bench.contenders import PEERS, Case
+import attnorm
+from attnorm.bench import check
+from attnorm.bench.contenders import DEVICES, PEERS, Case, normalizer_of
 
 
 def run_case(
-    case: Case, names: Sequence[str], rounds: int, threads: int, progress: Callable[[str], None]
+    case: Case,
+    names: Sequence[str],
+    rounds: int,
+    threads: int | None,
+    progress: Callable[[str], None],
+    *,
+    checked: bool = False,
+    torch_python: str | None = None,
 ) -> dict:
-    """Measure the contenders on one case.
+    """Measure the contenders on one case; with ``checked``, those alone whose results are right.
 
     Returns:
-      The case, and by contender: ``results`` (seconds of each round and their median, peak memory in bytes
+      The case, and by contender: ``results`` (seconds of each round, their median and minimum, peak memory in bytes
       beyond the inputs), ``speed_over`` (how many times as fast as each peer), ``failures`` (the reason).
     """
     results, failures, versions = {}, {}, {}
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(_Worker(name, case, threads)) for name in names}
+        workers = _start(stack, case, names, threads, torch_python)
         for name, worker in workers.items():
             progress(f"{case}: preparing {name}")
             try:
-                answer = worker.ask("prepare")
-            except WorkerError as error:
+                answer = worker.ask("prepare", name)
+                versions |= answer.pop("versions")
+                results[name] = {**answer, "seconds": [], "minima": []}
+                if checked:
+                    progress(f"{case}: checking {name}")
+                    results[name]["errors"] = _checked(worker, name, case)
+            except (WorkerError, check.WrongResult) as error:
                 failures[name] = str(error)
-                continue
-            versions |= answer.pop("versions")
-            results[name] = {**answer, "seconds": []}
         for number in range(rounds):
             progress(f"{case}: round {number + 1} of {rounds}")
             running = [name for name in names if name not in failures]
             for name in running if number % 2 == 0 else reversed(running):
                 try:
-                    results[name]["seconds"].append(workers[name].ask("run")["seconds"])
+                    answer = workers[name].ask("run", name)
                 except WorkerError as error:
                     failures[name] = str(error)
+                else:
+                    results[name]["seconds"].append(answer["seconds"])
+                    results[name]["minima"].append(answer["minimum"])
     for name in failures:
         results.pop(name, None)
     for result in results.values():
         result["median_seconds"] = statistics.median(result["seconds"])
+        result["minimum_seconds"] = min(result.pop("minima"))
     return {
         **case.asdict(),
         "results": results,
@@ -70,6 +89,23 @@ def speed_ratio(result: dict, other: dict) -> float:
     return statistics.median(theirs / ours for ours, theirs in pairs)
 
 
+def _start(stack, case, names, threads, torch_python):
+    """A process for every contender, or one for all where a device admits no more."""
+    if DEVICES[case.device].one_process:
+        return dict.fromkeys(names, stack.enter_context(_Worker(case, threads, sys.executable)))
+    pythons = {"torch": torch_python or sys.executable}
+    return {
+        name: stack.enter_context(_Worker(case, threads, pythons.get(name, sys.executable))) for name in names
+    }
+
+
+def _checked(worker, name, case):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.npz"
+        worker.ask("save", name, path=str(path))
+        return check.errors(path, case, normalizer_of(name))
+
+
 class WorkerError(Exception):
     """A contender failed or died."""
 
@@ -77,14 +113,24 @@ class WorkerError(Exception):
 class _Worker:
     """The other end of :mod:`attnorm.bench.worker`; leaving the context ends the process."""
 
-    def __init__(self, name: str, case: Case, threads: int):
-        specification = json.dumps({"name": name, "case": case.asdict(), "threads": threads})
+    def __init__(self, case: Case, threads: int | None, python: str):
+        specification = json.dumps({"case": case.asdict(), "threads": threads})
+        # Another interpreter finds the same attnorm; contenders on a GPU share its memory.
+        environment = {
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(attnorm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            ),
+            "JAX_PLATFORMS": DEVICES[case.device].platform,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "attnorm.bench.worker", specification],
+            [python, "-m", "attnorm.bench.worker", specification],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(threads)},
+            env=os.environ | environment,
         )
 
     def __enter__(self):
@@ -94,9 +140,10 @@ class _Worker:
         self._process.kill()
         self._process.communicate()
 
-    def ask(self, command: str) -> dict:
+    def ask(self, command: str, name: str, **arguments) -> dict:
+        request = json.dumps({"command": command, "name": name, **arguments})
         try:
-            print(command, file=self._process.stdin, flush=True)
+            print(request, file=self._process.stdin, flush=True)
         except BrokenPipeError:
             pass  # it has died; the empty answer says so
         line = self._process.stdout.readline()

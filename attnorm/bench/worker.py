@@ -1,13 +1,15 @@
-"""One contender in a process of its own, which runs when it is told to.
+"""Contenders in a process of their own, which run when they are told to.
 
-It reads one word a line from its input and answers each with one line of JSON:
+It reads a line of JSON from its input, ``{"command": .., "name": ..}``, and answers with one:
 
 * ``prepare``: build, compile and run once -> the peak memory beyond the inputs, and a fingerprint of the results
-* ``run``: run for at least a fifth of a second -> the median of the times of one call
+* ``save``: the results of the last batch and head, as .npz in ``path``
+* ``run``: run for at least a fifth of a second -> the median and the minimum of the times of one call
 """
 
 import ctypes
 import json
+import math
 import os
 import resource
 import statistics
@@ -20,6 +22,8 @@ import numpy as np
 from attnorm.bench import contenders
 
 _SECONDS_PER_TURN = 0.2
+# Where calls are queued on a device, so many are timed together that the time to queue one is hidden.
+_SECONDS_IN_QUEUE = 0.01
 
 
 def main(specification: str) -> None:
@@ -27,13 +31,19 @@ def main(specification: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     specification = json.loads(specification)
-    contender = Contender(
-        specification["name"], contenders.Case(**specification["case"]), specification["threads"]
-    )
-    commands = {"prepare": contender.prepare, "run": contender.run}
+    case, threads = contenders.Case(**specification["case"]), specification["threads"]
+    if threads and hasattr(
+        os, "sched_setaffinity"
+    ):  # before XLA counts the cores; other systems use all of them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    running = {}
     for line in sys.stdin:
+        request = json.loads(line)
+        name, command = request.pop("name"), request.pop("command")
         try:
-            answer = commands[line.strip()]()
+            if command == "prepare":
+                running[name] = Contender(name, case, threads)
+            answer = getattr(running[name], command)(**request)
         except Exception as error:  # the parent reports it, and goes on with the others
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -41,27 +51,47 @@ def main(specification: str) -> None:
 
 
 class Contender:
-    def __init__(self, name: str, case: contenders.Case, threads: int):
+    def __init__(self, name: str, case: contenders.Case, threads: int | None):
         self._name, self._case, self._threads = name, case, threads
-        if hasattr(os, "sched_setaffinity"):  # before XLA counts the cores; other systems use all of them
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
         self._version = _load(name)
 
     def prepare(self) -> dict:
-        self._run = contenders.prepare(self._name, self._case, self._threads)
+        self._call, compiled_bytes = contenders.prepare(self._name, self._case, self._threads)
         before = _start_peak()
         results = self._run()
         peak = _peak() - before
+        if self._case.device != "cpu":
+            peak = compiled_bytes
         fingerprint = [float(np.mean(np.abs(_to_numpy(x)))) for x in results]
         return {"peak_extra_bytes": max(peak, 0), "fingerprint": fingerprint, "versions": self._version}
 
+    def save(self, path: str) -> dict:
+        results = [_to_numpy(x) for x in self._run()]
+        if self._name == "torch":
+            results = [x.swapaxes(1, 2) for x in results]
+        np.savez(path, *(x[-1, :, -1] for x in results))
+        return {}
+
     def run(self) -> dict:
-        times = []
-        while sum(times) < _SECONDS_PER_TURN:
-            start = time.perf_counter()
-            self._run()
-            times.append(time.perf_counter() - start)
-        return {"seconds": statistics.median(times)}
+        times, calls = [], 1
+        if self._case.device != "cpu":
+            calls = math.ceil(_SECONDS_IN_QUEUE / self._time(1))
+        while sum(times) * calls < _SECONDS_PER_TURN:
+            times.append(self._time(calls))
+        return {"seconds": statistics.median(times), "minimum": min(times)}
+
+    def _time(self, calls):
+        start = time.perf_counter()
+        self._run(calls)
+        return (time.perf_counter() - start) / calls
+
+    def _run(self, calls=1):
+        for _ in range(calls):
+            results = self._call()
+        for x in results:
+            if hasattr(x, "block_until_ready"):
+                x.block_until_ready()
+        return results
 
 
 def _load(name: str) -> dict[str, str]:
@@ -76,7 +106,12 @@ def _load(name: str) -> dict[str, str]:
     import jaxlib
 
     jnp.matmul(jnp.ones((512, 512)), jnp.ones((512, 512))).block_until_ready()
-    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    if name == "tokamax":
+        import tokamax
+
+        versions["tokamax"] = tokamax.__version__
+    return versions
 
 
 def _to_numpy(x) -> np.ndarray:

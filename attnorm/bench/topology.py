@@ -1,0 +1,113 @@
+"""Compiles for a TPU that is not there: libtpu alone is needed, and it also says what it made of a kernel."""
+
+from __future__ import annotations
+
+import atexit
+import glob
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from attnorm.bench.hlo_tables import kernel_tables
+
+_DUMP_FLAGS = (
+    "--xla_jf_dump_llo_text=true",
+    "--xla_jf_dump_llo_pass_label_regex=.*final.*",
+)
+
+
+class LibtpuMissing(Exception):
+    """There is no libtpu here, or it was loaded before it could be told what to do."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A Mosaic kernel: its bundles, the vector memory it allocates, and its tables in scalar memory."""
+
+    name: str
+    bundles: str
+    vmem_bytes: int
+    tables: dict[int, list[int]]
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    kernels: list[CompiledKernel]
+    memory: object  # of jax.stages.Compiled.memory_analysis
+    code_bytes: int
+
+
+def require_libtpu() -> Path:
+    """Prepares this process to compile with libtpu, before it is loaded; the folder of its dumps.
+
+    Raises:
+      LibtpuMissing: with what to do about it.
+    """
+    if not importlib.util.find_spec("libtpu"):
+        raise LibtpuMissing("needs libtpu, which is not installed: pip install 'attnorm[tpu]'")
+    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if match := re.search(r"--xla_jf_dump_to=(\S+)", arguments):
+        return Path(match[1])
+    folder = tempfile.mkdtemp(prefix="attnorm-bundles-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # There is no machine to ask, and other processes may have loaded libtpu too.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join([arguments, f"--xla_jf_dump_to={folder}", *_DUMP_FLAGS])
+
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    return Path(folder)
+
+
+def compile_for(topology: str, function: Callable, arguments: Sequence) -> CompiledProgram:
+    """Compiles a function of ``jax.ShapeDtypeStruct``s for one chip of a topology such as ``v5e:2x2``."""
+    folder = require_libtpu()
+
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+    from jaxlib._hlo import HloPrintOptions
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices[:1]), ("one",), axis_types=(AxisType.Auto,))
+    for path in folder.iterdir():
+        path.unlink()
+    # The kernels choose their blocks for the chip that the mesh names.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jitted = jax.jit(function, in_shardings=NamedSharding(mesh, PartitionSpec()))
+        compiled = jitted.lower(*arguments).compile()
+
+    options = HloPrintOptions()
+    options.print_large_constants = True
+    options.print_metadata = options.print_backend_config = False
+    (module,) = compiled.runtime_executable().hlo_modules()
+    kernels = [
+        CompiledKernel(name, _dump(folder, name, "final_bundles"), _vmem_bytes(folder, name), tables)
+        for name, tables in kernel_tables(module.to_string(options)).items()
+    ]
+    memory = compiled.memory_analysis()
+    return CompiledProgram(kernels, memory, memory.generated_code_size_in_bytes)
+
+
+def _dump(folder, kernel, what):
+    pattern = f"*-{glob.escape(kernel)}-[0-9][0-9]-{what}.txt"
+    paths = sorted(folder.glob(pattern))
+    if len(paths) != 1:
+        raise FileNotFoundError(f"libtpu wrote {len(paths)} files {pattern}, 1 expected")
+    return paths[0].read_text()
+
+
+def _vmem_bytes(folder, kernel):
+    """The vector memory of windows, scratch and spilled registers (one register of 4 KiB each)."""
+    text = _dump(folder, kernel, "pre-finalize-registers-and-allocations")
+    sizes = re.findall(r"#allocation\d+ \[.*?space=vmem, size = (0x[0-9a-f]+)", text)
+    spills = set(re.findall(r"\[vmem:\[(#allocation\d+_spill)\]", _dump(folder, kernel, "final_bundles")))
+    return sum(int(size, 16) for size in sizes) + 4096 * len(spills)
