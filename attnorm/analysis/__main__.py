@@ -1,6 +1,7 @@
 """Figures from the command line: ``python -m attnorm.analysis norm-scaling --out DIR``."""
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     length_generalization.add_argument("workdir", metavar="WORKDIR", type=Path)
     length_generalization.set_defaults(run=lambda options: _length_generalization(options.workdir))
 
+    _add_selection(
+        commands.add_parser(
+            "selection",
+            help="what the attention of a model can select: five figures, and the paper's claims beside them",
+            description="Measures the limits of selection (arXiv 2508.17821) on a model's attention and writes "
+            "figure_2a, 2b, 2c, 3 and 4 as .csv and .png, heads.csv, summary.csv and summary.md into DIR. The same "
+            "command goes on where it was interrupted. Default lengths and numbers that do not fit the model are left out.",
+        )
+    )
+
     options = parser.parse_args(arguments)
     try:
         written = options.run(options)
@@ -49,6 +60,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in written:
         print(path)
     return 0
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    from attnorm.analysis.selection.options import Options
+
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="minilm, synthetic, a workdir of train.py, a folder with a GPT-2 or BERT checkpoint, or its id on the hub",
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path, help="UTF-8; without it, the model's own examples"
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder, made if missing")
+    parser.add_argument(
+        "--normalizer",
+        metavar="NAME",
+        nargs="+",
+        default=["softmax", "l2"],
+        help='such as l2 or "lp(p=3)"; those that the model was not trained with are applied to its logits '
+        "(default: softmax l2)",
+    )
+    for field in dataclasses.fields(Options):
+        flag, values = f"--{field.name.replace('_', '-')}", field.default
+        keywords = {"default": argparse.SUPPRESS, "choices": field.metadata["choices"]}
+        shown = " ".join(f"{value:.4g}" for value in values) if isinstance(values, tuple) else values
+        keywords["help"] = f"{field.metadata['help']} (default: {shown})"
+        if isinstance(values, bool):
+            del keywords["choices"]
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+        elif isinstance(values, tuple):
+            parser.add_argument(flag, type=type(values[0]), nargs="+", **keywords)
+        else:
+            parser.add_argument(flag, type=type(values), **keywords)
+    parser.set_defaults(run=_selection)
 
 
 class _InputError(Exception):
@@ -77,6 +123,42 @@ def _length_generalization(workdir: Path) -> list[Path]:
     figure = workdir / "length_generalization.png"
     draw(results, figure)
     return [figure]
+
+
+def _selection(options: argparse.Namespace) -> list[Path]:
+    from attnorm.analysis import sources
+    from attnorm.analysis.selection import command
+    from attnorm.analysis.selection.options import Options, options_that_fit
+    from attnorm.data.text import read_text
+
+    given = vars(options)
+    try:
+        source = sources.load(options.model)
+        chosen = {
+            field.name: tuple(given[field.name]) if isinstance(given[field.name], list) else given[field.name]
+            for field in dataclasses.fields(Options)
+            if field.name in given
+        }
+        measured = dataclasses.replace(options_that_fit(source.max_length), **chosen)
+        text = None if options.text is None else read_text(options.text)
+        texts = command.make_texts(source, text, measured)
+        rules = command.parse_rules(options.normalizer)
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
+        raise _InputError(error) from error
+    try:
+        files = command.run(
+            source,
+            texts,
+            options.out,
+            measured,
+            rules,
+            model=options.model,
+            text_name="examples" if options.text is None else options.text.name,
+        )
+    except (command.SettingsError, FloatingPointError) as error:
+        raise _InputError(error) from error
+    print((options.out / "summary.md").read_text())
+    return files
 
 
 if __name__ == "__main__":

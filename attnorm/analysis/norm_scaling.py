@@ -12,16 +12,15 @@ Under L2 the sum of the k top weights lies in [k / sqrt(N), sqrt(k)]. Where k / 
 Source: the figure of "Attention Normalizes the Wrong Norm", convergentthinking.sh, 2025.
 """
 
-import csv
 import dataclasses
-import io
 import math
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from attnorm.analysis.files import csv_bytes, png_bytes, write_atomically
 
 TOP_SUM = 0.95
 PATTERNS = {
@@ -166,13 +165,13 @@ def write_norm_scaling(out: str | os.PathLike) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     scaling, equal_logits = scaling_rows(), equal_logits_rows()
     files = {
-        "norm_scaling.csv": _csv(scaling),
-        "norm_scaling.png": _png(_plot_scaling(scaling)),
-        "norm_scaling_equal_logits.csv": _csv(equal_logits),
-        "norm_scaling_equal_logits.png": _png(_plot_equal_logits(equal_logits)),
+        "norm_scaling.csv": csv_bytes(scaling),
+        "norm_scaling.png": png_bytes(_plot_scaling(scaling)),
+        "norm_scaling_equal_logits.csv": csv_bytes(equal_logits),
+        "norm_scaling_equal_logits.png": png_bytes(_plot_equal_logits(equal_logits)),
     }
     for name, content in files.items():
-        _write_atomically(out / name, content)
+        write_atomically(out / name, content)
     return [out / name for name in files]
 
 
@@ -190,14 +189,6 @@ def _row(pattern: str, weights: TwoLevelWeights) -> dict:
         "jacobian_frobenius": weights.jacobian_frobenius,
         "jacobian_spectral": weights.jacobian_spectral,
     }
-
-
-def _csv(rows: list[dict]) -> bytes:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
 
 
 def _plot_scaling(rows: list[dict]):
@@ -303,23 +294,3 @@ def _grid(rows: int):
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _png(figure) -> bytes:
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    return content.getvalue()
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Whoever reads the file, or interrupts the writing, meets the old or the new content, whole."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(content)
-            file.close()
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
