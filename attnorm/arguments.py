@@ -219,8 +219,12 @@ def _checked_ids(name, ids, shape, batched):
     if ids is None:
         return None
     ids = _of_shape(name, _integers(name, ids), shape, batched)
-    if not isinstance(ids, jax.core.Tracer) and ids.dtype.itemsize > 2 and ids.size:
-        low, high = int(ids.min()), int(ids.max())
+    is_known = not isinstance(ids, jax.core.Tracer) and (
+        isinstance(ids, np.ndarray) or ids.is_fully_addressable
+    )
+    if is_known and ids.dtype.itemsize > 2 and ids.size:
+        values = np.asarray(ids)  # inside a trace, jnp would trace even what is known
+        low, high = int(values.min()), int(values.max())
         if low < -(2**31) or high >= 2**31:
             raise ValueError(f"{name} must fit in int32, got values from {low} to {high}")
     return jnp.asarray(ids).astype(jnp.int32)
