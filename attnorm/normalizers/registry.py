@@ -70,6 +70,14 @@ def normalizer_names() -> tuple[str, ...]:
     return tuple(_RULES)
 
 
+def text_parameters(name: str) -> set[str]:
+    """The parameters of a normaliser that are words, such as ``F`` of :func:`attnorm.general`."""
+    if name not in _RULES:
+        return set()
+    parameters = inspect.signature(_RULES[name]).parameters.values()
+    return {param.name for param in parameters if isinstance(param.default, str)}
+
+
 def get_normalizer(name: str, **params) -> Normalizer:
     """The normaliser of that name, with its parameters.
 

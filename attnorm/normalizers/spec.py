@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from attnorm.normalizers.registry import get_normalizer
+from attnorm.normalizers.registry import get_normalizer, text_parameters
 from attnorm.normalizers.rule import Normalizer
 
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
-def parse_normalizer(spec: str) -> tuple[str, dict[str, float]]:
-    """Name and parameters of ``"l2"``, ``"lp(p=1.5)"``, ``"lp(p=inf)"``.
+def parse_normalizer(spec: str) -> tuple[str, dict[str, float | str]]:
+    """Name and parameters of ``"l2"``, ``"lp(p=1.5)"``, ``"lp(p=inf)"``, ``"general(F=relu, p=2)"``.
 
     Raises:
       ValueError, TypeError: another form, or what :func:`attnorm.get_normalizer` refuses.
@@ -32,6 +32,9 @@ def parse_normalizer(spec: str) -> tuple[str, dict[str, float]]:
     params = {}
     for keyword in call.keywords:
         text = ast.unparse(keyword.value)
+        if keyword.arg in text_parameters(call.func.id):
+            params[keyword.arg] = text
+            continue
         try:
             params[keyword.arg] = float(text)
         except ValueError:
@@ -42,10 +45,11 @@ def parse_normalizer(spec: str) -> tuple[str, dict[str, float]]:
     return call.func.id, params
 
 
-def with_array_parameters(name: str, params: Mapping[str, float]) -> Normalizer:
-    """The parameters become arrays: one traced program then serves all their values."""
+def with_array_parameters(name: str, params: Mapping[str, float | str]) -> Normalizer:
+    """The numbers become arrays: one traced program then serves all their values."""
     try:
-        return get_normalizer(name, **{key: jnp.float32(x) for key, x in params.items()})
+        arrays = {key: jnp.float32(x) for key, x in params.items() if not isinstance(x, str)}
+        return get_normalizer(name, **dict(params) | arrays)
     except ValueError:
-        # Some values, such as p = inf and n = 0, are accepted as numbers only.
+        # Some values, such as p = inf, n = 0 and whole powers, are accepted as numbers only.
         return get_normalizer(name, **params)

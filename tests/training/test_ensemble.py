@@ -18,13 +18,17 @@ from attnorm.training.ensemble import make_groups, parse_normalizer
         ("lp(p=1.5)", ("lp", {"p": 1.5})),
         ("lp(p=inf)", ("lp", {"p": math.inf})),
         ("softmax_plus_n(n=2)", ("softmax_plus_n", {"n": 2.0})),
+        ("general(F=relu, p=2)", ("general", {"F": "relu", "p": 2.0})),
+        ("polynomial(k=3)", ("polynomial", {"k": 3.0})),
     ],
 )
 def test_parse(spec, parsed):
     assert parse_normalizer(spec) == parsed
 
 
-@pytest.mark.parametrize("spec", ["lp(2)", "lp(p=2", "", "import os", "lp(p=nan)", "__import__('os')"])
+@pytest.mark.parametrize(
+    "spec", ["lp(2)", "lp(p=2", "", "import os", "lp(p=nan)", "__import__('os')", "general(F=tanh)"]
+)
 def test_parse_refuses(spec):
     with pytest.raises((TypeError, ValueError)):
         parse_normalizer(spec)
@@ -32,12 +36,16 @@ def test_parse_refuses(spec):
 
 def test_groups_hold_every_pair_once_and_the_weights_of_each_member_are_its_own():
     specs = ("lp(p=1)", "lp(p=inf)", "lp(p=3)", "softmax_plus_n(n=2)", "softmax_plus_n(n=0)")
+    specs += ("general(F=relu, p=2)", "general(F=gelu, p=2)", "general(F=relu, p=3)", "polynomial(k=2)")
     groups = make_groups(specs, seeds=(5, 7))
     assert [[member.label for member in group.members] for group in groups] == [
         ["lp(p=1)/seed5", "lp(p=1)/seed7", "lp(p=3)/seed5", "lp(p=3)/seed7"],
         ["lp(p=inf)/seed5", "lp(p=inf)/seed7"],
         ["softmax_plus_n(n=2)/seed5", "softmax_plus_n(n=2)/seed7"],
         ["softmax_plus_n(n=0)/seed5", "softmax_plus_n(n=0)/seed7"],
+        [f"general(F=relu, p={p})/seed{seed}" for p in (2, 3) for seed in (5, 7)],
+        ["general(F=gelu, p=2)/seed5", "general(F=gelu, p=2)/seed7"],
+        ["polynomial(k=2)/seed5", "polynomial(k=2)/seed7"],
     ]
     logits = jnp.array([0.3, -1.0, 2.0])
     for group in groups:
