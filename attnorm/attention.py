@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from attnorm import chunked, reference, sharding
+from attnorm import chunked, chunked_solver, reference, sharding
 from attnorm.arguments import checked_call, checked_dropout
 from attnorm.kernels import tpu
 from attnorm.normalizers import Normalizer
@@ -219,7 +219,15 @@ def attention_weights(
 
 def implementations_of(normalizer: Normalizer) -> tuple[str, ...]:
     """The names of the implementations that serve this normaliser."""
-    return tuple(name for name, module in _IMPLEMENTATIONS.items() if _not_served(normalizer, module) is None)
+    return tuple(
+        name for name in _IMPLEMENTATIONS if _not_served(normalizer, _module(name, normalizer)) is None
+    )
+
+
+def _module(name, normalizer):
+    if name == "chunked" and "level" in normalizer.needs:
+        return chunked_solver
+    return _IMPLEMENTATIONS[name]
 
 
 def _not_served(normalizer, module):
@@ -246,7 +254,7 @@ def _chosen(implementation, query, normalizer, dropout, precision):
             raise ValueError(f"implementation must be one of {list(_IMPLEMENTATIONS)}, got {name!r}{hint}")
     reasons = []
     for name in names:
-        module = _IMPLEMENTATIONS[name]
+        module = _module(name, normalizer)
         reason = _not_served(normalizer, module)
         if reason is None and hasattr(module, "supports"):
             reason = module.supports(query, dropout, precision)

@@ -16,7 +16,7 @@ ROOT = Path(attnorm.__file__).parent
 LAYERS = [
     {"_compat", "finite", "tiling"},
     {"normalizers", "masks", "dropout"},
-    {"places", "arguments", "sharding", "reference", "chunked", "kernels"},
+    {"places", "arguments", "sharding", "reference", "chunked", "chunked_solver", "kernels"},
     {"attention"},
     {"attnorm"},
     {"flax_adapter"},

@@ -117,9 +117,10 @@ class Normalizer:
     #   "map"        ``map_logits`` is applied first, before the maximum
     #   "position", "count", "distance"    parts of Place that the map is given
     #   "rows"       all logits of a row at once: ``row_weights`` replaces the three functions
+    #   "level"      several passes over the keys, to solve for a level of each row (normalizers/tsallis.py)
     needs: ClassVar[frozenset[str]] = frozenset()
     # How often a row's logits are read before all its weights are known, but for the pass that uses them.
-    passes: ClassVar[int] = 1
+    passes: ClassVar[int | str] = 1
 
     def map_logits(self, s: Array, place: Place) -> Array:
         """The logits that the terms are given, from finite ones and from where they stand."""

@@ -1,0 +1,347 @@
+"""O(T)-memory attention for rules whose rows need a level that solves an equation (:class:`Leveled`).
+
+For each tile of queries: one pass over the keys for the maximum of each row and a guess of its level, a few for the
+level, one for the output. Logits are recomputed in every pass. The backward pass takes two: one for the row sums of the implicit
+derivative, one for the gradients. Tiles of keys in which no weight is positive are skipped from the pass on that
+finds them.
+
+Axes and layout are those of :mod:`attnorm.chunked`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from attnorm import _compat, chunked
+from attnorm.dropout import Dropout
+from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
+from attnorm.masks import Visibility, slice_tile
+from attnorm.normalizers.rule import prepared
+from attnorm.normalizers.tsallis import Leveled, Sums
+
+SERVES = frozenset({"level", "rows", "map", "position", "count", "distance"})
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    bias: Float[Array, "b n t s"] | None,
+    visibility: Visibility,
+    normalizer: Leveled,
+    *,
+    scale: float,
+    logits_soft_cap: float | None,
+    dropout: Dropout | None,
+    precision,
+    block_sizes: chunked.BlockSizes | None = None,
+) -> tuple[Float[Array, "B T N Hv"], None]:
+    """Output in query's dtype; there is no log-norm. No dimension may be 0."""
+    static = chunked._Static(chunked._sizes(query, key, block_sizes), scale, logits_soft_cap, precision)
+    arrays = (query, key, value, bias, normalizer, visibility, dropout)
+    # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
+    return _attend(static, *_compat.vary_alike(arrays)), None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, *arrays):
+    return _attend_forward(static, *arrays)[0]
+
+
+def _attend_forward(static, query, key, value, bias, normalizer, visibility, dropout):
+    tiles = _Tiles.of(static, query, key, value, bias, normalizer, visibility, dropout)
+    output, rows = chunked._stacked(functools.partial(_output_of_queries, tiles), static.sizes.nq)
+    output = chunked._from_query_tiles(static.sizes, output).astype(query.dtype)
+    output = checkpoint_name(output, "attnorm_output")
+    rows = checkpoint_name(rows, "attnorm_row_state")
+    return output, (query, key, value, bias, normalizer, visibility, dropout, rows)
+
+
+class _Rows(NamedTuple):
+    """What the backward pass needs to know of a tile of queries. ``active``: tiles of keys with some weight."""
+
+    m: Array
+    level: Array
+    active: Array
+
+
+class _Tiles(NamedTuple):
+    """The inputs of a call, cut into tiles."""
+
+    static: Any
+    rule: Leveled
+    queries: Array
+    keys: Array
+    values: Array
+    bias: Array | None
+    padded: Visibility
+    places: Any
+    dropout: Dropout | None
+    dtype: Any
+
+    @staticmethod
+    def of(static, query, key, value, bias, normalizer, visibility, dropout):
+        sizes = static.sizes
+        dtype = jnp.promote_types(query.dtype, jnp.float32)
+        return _Tiles(
+            static,
+            chunked._over_rows(normalizer, sizes),
+            chunked._query_tiles(sizes, query.astype(dtype) * static.scale),
+            chunked._key_tiles(sizes, key.astype(dtype)),
+            chunked._key_tiles(sizes, value.astype(dtype)),
+            chunked._padded_bias(bias, sizes, dtype),
+            visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk),
+            chunked._places(normalizer, visibility, sizes, dtype),
+            dropout,
+            dtype,
+        )
+
+    @property
+    def tile_shape(self):
+        sizes = self.static.sizes
+        return (sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk)
+
+    def rows_of(self, number):
+        return _compat.vary_like(jnp.full((*self.tile_shape[:-1], 1), number, self.dtype), self.queries)
+
+    def query(self, i):
+        sizes = self.static.sizes
+        return self.queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
+
+    def key_spans(self, i):
+        sizes = self.static.sizes
+        return self.padded.key_spans(i * sizes.bq, sizes.bq, sizes.bk, sizes.nk)
+
+    def visible(self, i, j, masked):
+        if not masked:
+            return None
+        sizes = self.static.sizes
+        return chunked._grouped(self.padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
+
+    def raw_logits(self, q, i, j):
+        """Logits after bias and cap, and the cap's slope, or None."""
+        sizes, cap = self.static.sizes, self.static.logits_soft_cap
+        s = chunked._dot("bkih,bkjh->bkij", q, self.keys[j], self.static).reshape(self.tile_shape)
+        if self.bias is not None:
+            tile = slice_tile(self.bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
+            s = s + chunked._grouped(tile, sizes)
+        if cap is None:
+            return s, None
+        capped = jnp.tanh(s / cap)
+        return cap * capped, 1 - jnp.square(capped)
+
+    def logits(self, q, i, j, masked):
+        """The logits that the rule takes; -inf where hidden."""
+        return _mapped(self.rule, self.raw_logits(q, i, j)[0], self.visible(i, j, masked), self.places(i, j))
+
+    def kept(self, i, j):
+        return chunked._dropout_tile(self.dropout, self.static.sizes, i, j, self.dtype)
+
+    def flat(self, tile):
+        sizes = self.static.sizes
+        return tile.reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
+
+    def if_active(self, active, visit, carry):
+        """``visit(carry)`` where some key of the tile may have weight."""
+        if not self.rule.has_zeros:
+            return visit(carry)
+        return jax.lax.cond(active, visit, lambda carry: carry, carry)
+
+
+def _mapped(rule, s, visible, place):
+    if "map" in rule.needs:
+        s, visible = prepared(rule, s, visible, place)
+    return s if visible is None else jnp.where(visible, s, -jnp.inf)
+
+
+def _output_of_queries(tiles, i):
+    """The output of one tile of queries, and its row state."""
+    rule, static = tiles.rule, tiles.static
+    q, spans = tiles.query(i), tiles.key_spans(i)
+    m, tile_max, search = _first_pass(tiles, q, i, spans)
+    level = _solved(tiles, q, i, spans, m, tile_max, search)
+    active = _active(rule, tile_max - m, level)
+
+    def key_tile(j, carry, masked):
+        def visit(accumulator):
+            visible, v = tiles.visible(i, j, masked), tiles.values[j]
+            p = rule.probabilities(tiles.logits(q, i, j, masked) - m, level)
+            weights = rule.spread(p, tiles.places(i, j))
+            if masked:
+                weights = jnp.where(visible, weights, 0)
+            if tiles.dropout is not None:
+                weights = weights * tiles.kept(i, j)
+            product = chunked._dot(
+                "bkij,bkjh->bkih", tiles.flat(weights), finite_or_zero(v) if masked else v, static
+            )
+            accumulator = accumulator + product.reshape(accumulator.shape)
+            if masked:
+                sees_marked = visible & has_nonfinite(v)[:, :, None, None, :]
+                accumulator += nan_where(jnp.any(sees_marked, axis=-1, keepdims=True), tiles.dtype)
+            return accumulator
+
+        return tiles.if_active(active[j], visit, carry)
+
+    zeros = jnp.zeros((*tiles.tile_shape[:-1], tiles.values.shape[-1]), tiles.dtype)
+    output = chunked._loop(spans, key_tile, _compat.vary_like(zeros, tiles.queries))
+    return output, _Rows(m, level, active)
+
+
+def _first_pass(tiles, q, i, spans):
+    """The maximum of every row, its maxima over each tile of keys, and a guess of its level."""
+    rule, sizes = tiles.rule, tiles.static.sizes
+
+    def key_tile(j, carry, masked):
+        m_old, tile_max, sums = carry
+        s = tiles.logits(q, i, j, masked)
+        own_max = jnp.max(s, axis=-1, keepdims=True)
+        m = jnp.maximum(m_old, own_max)
+        sums = _added(rule.carried(sums, m - m_old), rule.sums(s - m, jnp.zeros_like(m)))
+        return m, tile_max.at[j].set(own_max), sums
+
+    floor, zero = tiles.rows_of(float(jnp.finfo(tiles.dtype).min)), tiles.rows_of(0)
+    tile_max = jnp.repeat(tiles.rows_of(-jnp.inf)[None], sizes.nk, axis=0)
+    m, tile_max, sums = chunked._loop(spans, key_tile, (floor, tile_max, Sums(zero, zero, zero)))
+    return m, tile_max, rule.guessed_search(sums, sizes.S)
+
+
+def _solved(tiles, q, i, spans, m, tile_max, search):
+    """The level of every row."""
+    rule = tiles.rule
+
+    def one_pass(state):
+        count, search = state
+        active = _active(rule, tile_max - m, search.level)
+
+        def key_tile(j, sums, masked):
+            def visit(sums):
+                return _added(sums, rule.sums(tiles.logits(q, i, j, masked) - m, search.level))
+
+            return tiles.if_active(active[j], visit, sums)
+
+        zero = tiles.rows_of(0)
+        sums = chunked._loop(spans, key_tile, Sums(zero, zero, zero))
+        return count + 1, rule.next_search(search, sums)
+
+    def unsolved(state):
+        count, search = state
+        return (count < rule.most_passes(tiles.dtype)) & rule.is_unsolved(search)
+
+    return jax.lax.while_loop(unsolved, one_pass, (0, search))[1].level
+
+
+def _active(rule, d, level):
+    """For each tile of keys, whether some row has weight there; d (nk, rows) is relative to the row's maximum."""
+    return jnp.any(rule.has_weight(d, level), axis=tuple(range(1, d.ndim)))
+
+
+def _added(sums, terms):
+    return type(sums)(*(x + jnp.sum(term, -1, keepdims=True) for x, term in zip(sums, terms, strict=True)))
+
+
+def _attend_backward(static, residuals, d_output):
+    """With u = ∂p/∂s at a level held fixed: ds = u (dp - Σ u dp / Σ u), and the same cotangent for parameters."""
+    query, key, value, bias, normalizer, visibility, dropout, all_rows = residuals
+    sizes = static.sizes
+    tiles = _Tiles.of(static, query, key, value, bias, normalizer, visibility, dropout)
+    d_outputs = chunked._query_tiles(sizes, d_output.astype(tiles.dtype))
+    finite_queries, finite_keys = finite_or_zero(tiles.queries), finite_or_zero(tiles.keys)
+
+    def query_tile(carry, i):
+        q, spans = tiles.query(i), tiles.key_spans(i)
+        m, level, active = jax.tree.map(lambda x: x[i], all_rows)
+        # A row that saw no key has no gradient, not even that of a NaN cotangent.
+        sees_nothing = m == float(jnp.finfo(tiles.dtype).min)
+        d_out = tiles.flat(jnp.where(sees_nothing, 0, d_outputs[i]))
+
+        def pulled(i, j, masked):
+            """Of one tile: logits to weights, the slope of the cap, and the weights' cotangent."""
+            visible, place = tiles.visible(i, j, masked), tiles.places(i, j)
+            s, cap_slope = tiles.raw_logits(q, i, j)
+
+            def weights(s, rule):
+                p = rule.probabilities(_mapped(rule, s, visible, place) - m, level)
+                return p, rule.spread(p, place)
+
+            spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), tiles.rule)
+            (p, y), pull = jax.vjp(weights, s, spread)
+            d_weights = chunked._dot("bkih,bkjh->bkij", d_out, tiles.values[j], static).reshape(s.shape)
+            if tiles.dropout is not None:
+                kept = tiles.kept(i, j)
+                y, d_weights = y * kept, d_weights * kept
+            if masked:
+                y, d_weights = jnp.where(visible, y, 0), jnp.where(visible, d_weights, 0)
+            return visible, s, cap_slope, p, y, pull, d_weights
+
+        def row_sums(j, carry, masked):
+            def visit(carry):
+                visible, s, _, p, _, _, d_weights = pulled(i, j, masked)
+                place = tiles.places(i, j)
+                d = _mapped(tiles.rule, s, visible, place) - m
+                u = tiles.rule.slopes(d, level)
+                _, pull_spread = jax.vjp(lambda p: tiles.rule.spread(p, place), p)
+                terms = u * pull_spread(d_weights)[0], u
+                return tuple(x + jnp.sum(t, -1, keepdims=True) for x, t in zip(carry, terms, strict=True))
+
+            return tiles.if_active(active[j], visit, carry)
+
+        pulled_sum, slope_sum = chunked._loop(spans, row_sums, (tiles.rows_of(0), tiles.rows_of(0)))
+        d_constraint = -pulled_sum / jnp.where(slope_sum == 0, 1, slope_sum)
+
+        def key_tile(j, carry, masked):
+            def visit(zeros):
+                visible, s, cap_slope, _, y, pull, d_weights = pulled(i, j, masked)
+                ds, d_rule = pull((jnp.broadcast_to(d_constraint, s.shape), d_weights))
+                if cap_slope is not None:
+                    ds = ds * cap_slope
+                if masked:
+                    ds, d_rule = jax.tree.map(lambda x: jnp.where(visible, x, 0), (ds, d_rule))
+                d_rule = jax.tree.map(lambda x, zero: chunked._sum_to(x, zero.shape), d_rule, zeros[-1])
+                flat = tiles.flat(ds)
+                return (
+                    chunked._dot("bkij,bkjh->bkih", flat, finite_keys[j], static),
+                    chunked._dot("bkij,bkih->bkjh", flat, finite_queries[i].reshape(q.shape), static),
+                    chunked._dot("bkij,bkih->bkjh", tiles.flat(y), d_out, static),
+                    None if tiles.bias is None else ds,
+                    d_rule,
+                )
+
+            # Outside the branch, so that no branch copies the gradients of all keys.
+            dq, dk, dv, d_bias, d_rule = carry
+            zeros = jax.tree.map(
+                jnp.zeros_like,
+                (dq, dk[j], dv[j], None if tiles.bias is None else tile_like, d_rule),
+            )
+            own_dq, own_dk, own_dv, ds, own_rule = tiles.if_active(active[j], visit, zeros)
+            if tiles.bias is not None:
+                d_bias = chunked._add_bias_tile(d_bias, chunked._transposed(ds), sizes, i, j)
+            d_rule = jax.tree.map(jnp.add, d_rule, own_rule)
+            return dq + own_dq, dk.at[j].add(own_dk), dv.at[j].add(own_dv), d_bias, d_rule
+
+        tile_like = jnp.broadcast_to(tiles.rows_of(0), tiles.tile_shape)
+        dq, *carry = chunked._loop(spans, key_tile, (jnp.zeros_like(q), *carry))
+        return tuple(carry), dq.reshape(tiles.queries[i].shape)
+
+    zeros = (
+        jnp.zeros_like(tiles.keys),
+        jnp.zeros_like(tiles.values),
+        None if bias is None else jnp.zeros(tiles.bias.shape, tiles.dtype),
+        jax.tree.map(jnp.zeros_like, tiles.rule),
+    )
+    (dk, dv, d_bias, d_rule), dq = chunked._scan(query_tile, _compat.vary_like(zeros, query), sizes.nq)
+    dq = chunked._from_query_tiles(sizes, dq * static.scale).astype(query.dtype)
+    dk = chunked._from_key_tiles(sizes, dk).astype(key.dtype)
+    dv = chunked._from_key_tiles(sizes, dv).astype(value.dtype)
+    if d_bias is not None:
+        d_bias = d_bias[..., : bias.shape[-2], : bias.shape[-1]].astype(bias.dtype)
+    d_normalizer = jax.tree.map(lambda a, b: b.reshape(a.shape), normalizer, d_rule)
+    return dq, dk, dv, d_bias, d_normalizer, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
