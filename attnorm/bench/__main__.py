@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
+
 from attnorm.bench import compile_only, cost, cycles, measured, plot, report, static_cycles, tpu_kernels
 from attnorm.bench.contenders import DEVICES, DTYPES, PASSES, PEERS, Case, default_contenders, is_installed
 from attnorm.bench.topology import LibtpuMissing
@@ -21,7 +23,7 @@ from attnorm.normalizers import normalizer_names
 _DEVICE, _COST, _COMPILE, _STATIC = "--device", "--normalizers all", "--compile-only", "--static-cycles"
 _DEFAULTS = {
     _DEVICE: dict(
-        normalizers=["l2", "softmax", "lp"],
+        normalizers=None,
         implementations=None,
         peers=None,
         lengths=None,
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("out", "plot"):
         if getattr(options, name):
             _reserve(parser, name, getattr(options, name))
+    # Devices are for the processes that are measured.
+    jax.config.update("jax_platforms", "cpu")
     try:
         result = _RUN[way](options)
     except LibtpuMissing as error:
@@ -62,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options) -> dict:
     device = DEVICES[options.device]
     contenders = default_contenders(
-        options.device, options.normalizers, options.implementations, options.peers, options.torch_python
+        options.device,
+        options.normalizers or device.normalizers,
+        options.implementations,
+        options.peers,
+        options.torch_python,
     )
     cases = [
         Case(options.device, length, dtype, direction)
@@ -155,6 +163,8 @@ def _settle(parser, options) -> str:
         if options.normalizers != ["all"]:
             parser.error("argument --normalizers: all stands alone")
         options.normalizers = list(normalizer_names())
+        if way in (_COMPILE, _STATIC):
+            options.normalizers = tpu_kernels.served(options.normalizers)
         if way == _DEVICE:
             if options.device != "cpu":
                 parser.error(f"argument --normalizers: all is measured on cpu, not on {options.device}")

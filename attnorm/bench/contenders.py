@@ -28,7 +28,10 @@ LONGEST_DENSE = 4096
 
 @dataclass(frozen=True)
 class Device:
-    """What is measured where by default. Cases have one batch, or as many as make up this number of tokens."""
+    """What is measured where by default.
+
+    Cases have a batch of one, or as many as make up this number of tokens. ``one_process``: no more can use it.
+    """
 
     platform: str
     heads: int
@@ -36,33 +39,45 @@ class Device:
     tokens: int | None
     lengths: tuple[int, ...]
     dtypes: tuple[str, ...]
+    normalizers: tuple[str, ...]
     implementations: tuple[str, ...]
     peers: tuple[str, ...]
-    # Only one process can use a TPU.
     one_process: bool = False
 
 
 DEVICES = {
-    "cpu": Device("cpu", 8, 64, None, (1024, 2048, 4096), ("float32",), ("chunked",), ("jax.nn", "torch")),
+    "cpu": Device(
+        platform="cpu",
+        heads=8,
+        head_dim=64,
+        tokens=None,
+        lengths=(1024, 2048, 4096),
+        dtypes=("float32",),
+        normalizers=("l2", "softmax", "lp"),
+        implementations=("chunked",),
+        peers=("jax.nn", "torch"),
+    ),
     "gpu": Device(
-        "cuda",
-        16,
-        128,
-        16384,
-        (1024, 4096, 16384),
-        ("bfloat16",),
-        ("pallas_gpu", "chunked"),
-        ("jax.nn", "cudnn", "tokamax"),
+        platform="cuda",
+        heads=16,
+        head_dim=128,
+        tokens=16384,
+        lengths=(1024, 4096, 16384),
+        dtypes=("bfloat16",),
+        normalizers=("l2", "softmax"),
+        implementations=("pallas_gpu", "chunked"),
+        peers=("jax.nn", "cudnn", "tokamax"),
     ),
     "tpu": Device(
-        "tpu",
-        8,
-        128,
-        16384,
-        (1024, 4096, 16384),
-        ("bfloat16",),
-        ("pallas_tpu", "chunked"),
-        ("jax.nn", "splash", "tokamax"),
+        platform="tpu",
+        heads=8,
+        head_dim=128,
+        tokens=16384,
+        lengths=(1024, 4096, 16384),
+        dtypes=("bfloat16",),
+        normalizers=("l2", "softmax"),
+        implementations=("pallas_tpu", "chunked"),
+        peers=("jax.nn", "splash", "tokamax"),
         one_process=True,
     ),
 }

@@ -91,11 +91,15 @@ def speed_ratio(result: dict, other: dict) -> float:
 
 def _start(stack, case, names, threads, torch_python):
     """A process for every contender, or one for all where a device admits no more."""
+
+    def start(names, python=sys.executable):
+        return stack.enter_context(_Worker(names, case, threads, python))
+
     if DEVICES[case.device].one_process:
-        return dict.fromkeys(names, stack.enter_context(_Worker(case, threads, sys.executable)))
-    pythons = {"torch": torch_python or sys.executable}
+        return dict.fromkeys(names, start(names))
     return {
-        name: stack.enter_context(_Worker(case, threads, pythons.get(name, sys.executable))) for name in names
+        name: start([name], torch_python or sys.executable) if name == "torch" else start([name])
+        for name in names
     }
 
 
@@ -113,8 +117,8 @@ class WorkerError(Exception):
 class _Worker:
     """The other end of :mod:`attnorm.bench.worker`; leaving the context ends the process."""
 
-    def __init__(self, case: Case, threads: int | None, python: str):
-        specification = json.dumps({"case": case.asdict(), "threads": threads})
+    def __init__(self, names: Sequence[str], case: Case, threads: int | None, python: str):
+        specification = json.dumps({"names": names, "case": case.asdict(), "threads": threads})
         # Another interpreter finds the same attnorm; contenders on a GPU share its memory.
         environment = {
             "PYTHONPATH": os.pathsep.join(

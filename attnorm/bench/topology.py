@@ -60,10 +60,6 @@ def require_libtpu() -> Path:
     # There is no machine to ask, and other processes may have loaded libtpu too.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([arguments, f"--xla_jf_dump_to={folder}", *_DUMP_FLAGS])
-
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
     return Path(folder)
 
 

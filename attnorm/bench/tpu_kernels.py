@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import attnorm
 from attnorm import kernels
+from attnorm.attention import implementations_of
 
 HEADS, LENGTH, HEAD_DIM = 8, 4096, 128
 BLOCKS = (512, 1024)
@@ -49,6 +50,11 @@ _VARIANTS = {
     "lp": {"lp, p = 3": ({"p": 3.0}, ()), "lp, p per head": ({}, ("p",))},
     "sink": {"sink, b per head": ({}, ("b",))},
 }
+
+
+def served(normalizers: Sequence[str]) -> list[str]:
+    """Those of the normalisers that our kernels serve."""
+    return [name for name in normalizers if "pallas_tpu" in implementations_of(attnorm.get_normalizer(name))]
 
 
 def rows(normalizers: Sequence[str]) -> dict[str, tuple[str, dict, tuple]]:

@@ -7,7 +7,9 @@ It reads a line of JSON from its input, ``{"command": .., "name": ..}``, and ans
 * ``run``: run for at least a fifth of a second -> the median and the minimum of the times of one call
 """
 
+import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
@@ -36,6 +38,11 @@ def main(specification: str) -> None:
         os, "sched_setaffinity"
     ):  # before XLA counts the cores; other systems use all of them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    for name in specification["names"]:
+        with contextlib.suppress(
+            Exception
+        ):  # it comes again, and is reported, when the contender is prepared
+            _load(name)
     running = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -94,6 +101,7 @@ class Contender:
         return results
 
 
+@functools.cache
 def _load(name: str) -> dict[str, str]:
     """Import the library with its thread pools, so that they do not count as memory of the attention."""
     if name == "torch":

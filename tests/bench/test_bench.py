@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+import attnorm
 from attnorm.bench import check, contenders, cost, measured, runner
 from attnorm.bench.__main__ import main
 from attnorm.bench.contenders import Case
@@ -204,7 +205,7 @@ fake_ask.calls = []
 
 def test_error_and_death_of_a_worker_are_reported():
     case = Case("cpu", 8, "float32", "forward")
-    with runner._Worker(case, 2, sys.executable) as worker:
+    with runner._Worker(["no_such_thing l2"], case, 2, sys.executable) as worker:
         with pytest.raises(runner.WorkerError, match="no_such_thing"):
             worker.ask("prepare", "no_such_thing l2")
         worker._process.kill()
@@ -239,9 +240,12 @@ def test_costs_are_medians_of_ratios_in_a_round(monkeypatch):
 @pytest.mark.slow
 def test_every_normaliser_has_a_cost(capsys):
     assert main(["--normalizers", "all", "--lengths", "16", "--rounds", "1"]) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:]}
-    assert {"softmax", "l2", "lp", "sink"} <= set(rows)
-    assert rows["softmax"] == ["1.00", "1.00"]
+    *rows, rest = capsys.readouterr().out.splitlines()[3:]
+    ratios = {line.split()[0]: line.split()[1:] for line in rows}
+    title, names = rest.split(": ")
+    assert title.strip() == "not served by chunked"
+    assert set(ratios) | set(names.split(", ")) == set(attnorm.normalizer_names())
+    assert ratios["softmax"] == ["1.00", "1.00"]
 
 
 @pytest.mark.parametrize(
