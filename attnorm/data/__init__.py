@@ -1,1 +1,1 @@
-"""Data: generated tasks, texts and tokenisers."""
+"""Data: generated tasks, texts, tokenisers, and packed batches of them."""

@@ -1,7 +1,9 @@
-"""Texts: a file of the user's, and two corpora that come with Python, so that they are on every machine."""
+"""Texts: the user's own, and two corpora that come with Python, so that they are on every machine."""
 
+import math
 import sysconfig
 import tokenize
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -74,3 +76,57 @@ def python_source() -> Mapping[str, str]:
         with tokenize.open(root / path) as file:  # by the encoding that the file declares
             documents[path.as_posix()] = file.read()
     return {name: text for name, text in documents.items() if text.strip()}
+
+
+def load_corpus(name: str | Path) -> Mapping[str, str]:
+    """Documents by name.
+
+    Args:
+      name: "python_source", "python_manual", a text file, or a folder with .txt files, at any depth.
+
+    Raises:
+      TextError: there is no such corpus, or a file of it cannot be read, is empty, or is not UTF-8.
+    """
+    if name in _EMBEDDED:
+        return _EMBEDDED[name]()
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        if not path.exists():
+            raise TextError(f"corpus must be one of {', '.join(_EMBEDDED)}, or a file or folder, got {name}")
+        return {path.name: read_text(path)}
+    files = sorted(path.rglob("*.txt"))
+    if not files:
+        raise TextError(f"{path} holds no .txt file")
+    return {file.relative_to(path).as_posix(): read_text(file) for file in files}
+
+
+def split_corpus(
+    corpus: Mapping[str, str], held_out: float = 0.05
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Documents to train on, and documents held out, by a hash of their names; a single one is cut into two.
+
+    Raises:
+      ValueError: a fraction outside (0, 1), or so few documents that a side has none.
+
+    >>> from attnorm.data.text import split_corpus
+    >>> split_corpus({"book": "0123456789"}, held_out=0.2)
+    ({'book': '01234567'}, {'book': '89'})
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out must be in (0, 1), got {held_out!r}")
+    if len(corpus) == 1:
+        ((name, text),) = corpus.items()
+        cut = math.floor(len(text) * (1 - held_out))
+        sides = {name: text[:cut]}, {name: text[cut:]}
+    else:
+        is_held_out = {name: zlib.crc32(name.encode()) < held_out * 2**32 for name in corpus}
+        sides = tuple(
+            {name: text for name, text in corpus.items() if is_held_out[name] == side}
+            for side in (False, True)
+        )
+    if not all(sides) or not all(text for side in sides for text in side.values()):
+        raise ValueError(f"held_out = {held_out} leaves a side of {len(corpus)} documents without text")
+    return sides
+
+
+_EMBEDDED = {"python_source": python_source, "python_manual": python_manual}

@@ -1,5 +1,7 @@
 """From text to ids and back: bytes, or the byte-pair encoding that a published model was trained with."""
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -89,3 +91,40 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Int[np.ndarray, "T"]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> PretrainedTokenizer:
+    """A byte-level byte-pair encoding, GPT-2's kind, fitted to texts, and written to ``folder/tokenizer.json``.
+
+    Args:
+      texts: to fit to.
+      vocab_size: at most; at least 257, for all bytes and the end of a document.
+      folder: made where it does not exist.
+
+    Raises:
+      ValueError: a vocabulary that is too small.
+      TokenizerError: the folder has a tokenizer already, which would be overwritten.
+      ModuleNotFoundError: the tokenizers package is not installed.
+    """
+    import tokenizers
+
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size must be at least 257, got {vocab_size}")
+    file = Path(folder) / "tokenizer.json"
+    if file.exists():
+        raise TokenizerError(f"{file} exists already and would be overwritten")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_END_OF_DOCUMENT[0]],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(file.name + ".tmp")
+    tokenizer.save(str(temporary))
+    os.replace(temporary, file)
+    return PretrainedTokenizer(file.parent)

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from attnorm.data import text as texts
-from attnorm.data.text import TextError, python_manual, python_source, read_text
-from attnorm.data.tokenizers import ByteTokenizer, PretrainedTokenizer, TokenizerError
+from attnorm.data.text import (
+    TextError,
+    load_corpus,
+    python_manual,
+    python_source,
+    read_text,
+    split_corpus,
+)
+from attnorm.data.tokenizers import ByteTokenizer, PretrainedTokenizer, TokenizerError, train_bpe
 
 GPT2 = Path(__file__).parents[1] / "models" / "pretrained" / "tiny_gpt2"
 SAMPLE = "the cat sat on the other mat;  Ünïcödé 🙂\n\n\t3.14159 <that> is that"
@@ -93,3 +100,52 @@ def test_pretrained_tokenizers_that_cannot_be_read(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match="the tokenizer in .* cannot be read"):
         PretrainedTokenizer(tmp_path)
+
+
+def test_trained_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    texts = [SAMPLE, SAMPLE + " and the other"]
+    tokenizer = train_bpe(texts, 270, tmp_path / "new")
+    assert tokenizer.vocab_size == 270
+    for text in (SAMPLE, "what it was not fitted to: 日本語 \x00"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.end_of_document not in tokenizer.encode(text)
+    assert len(tokenizer.encode(SAMPLE)) < len(SAMPLE.encode())
+    again = train_bpe(texts, 270, tmp_path / "again")
+    np.testing.assert_array_equal(again.encode(SAMPLE), tokenizer.encode(SAMPLE))
+    with pytest.raises(TokenizerError, match="exists already and would be overwritten"):
+        train_bpe(texts, 270, tmp_path / "new")
+    with pytest.raises(ValueError, match="vocab_size must be at least 257, got 256"):
+        train_bpe(texts, 256, tmp_path / "small")
+
+
+def test_corpora(tmp_path):
+    assert load_corpus("python_manual") == python_manual()
+    (tmp_path / "part").mkdir()
+    for name in ("b.txt", "part/a.txt", "notes.md"):
+        (tmp_path / name).write_text(name)
+    assert load_corpus(tmp_path) == {"b.txt": "b.txt", "part/a.txt": "part/a.txt"}
+    assert load_corpus(tmp_path / "notes.md") == {"notes.md": "notes.md"}
+    with pytest.raises(
+        TextError, match="one of python_source, python_manual, or a file or folder, got python_code"
+    ):
+        load_corpus("python_code")
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(TextError, match="bad.txt is not UTF-8"):
+        load_corpus(tmp_path)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(TextError, match="holds no .txt file"):
+        load_corpus(tmp_path / "nothing")
+
+
+def test_held_out_documents():
+    corpus = {f"document {i}": str(i) for i in range(1000)}
+    train, held_out = split_corpus(corpus, 0.1)
+    assert train | held_out == corpus and not train.keys() & held_out.keys()
+    assert 60 < len(held_out) < 140
+    more = split_corpus(corpus | {"another": "x"}, 0.1)[1]
+    assert held_out.keys() <= more.keys()  # a document keeps its side, whatever else there is
+    with pytest.raises(ValueError, match=r"held_out must be in \(0, 1\), got 1.5"):
+        split_corpus(corpus, 1.5)
+    with pytest.raises(ValueError, match="leaves a side of 1 documents without text"):
+        split_corpus({"a": "x"}, 0.1)
