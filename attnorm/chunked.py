@@ -27,7 +27,7 @@ from attnorm.normalizers.rule import Normalizer, Partial, prepared
 from attnorm.places import tile_place
 from attnorm.tiling import even_block
 
-SERVES = frozenset({"map", "position", "count", "distance"})
+SERVES = frozenset({"map", "position", "count", "distance", "erf"})
 
 
 @dataclass(frozen=True)
@@ -278,12 +278,12 @@ def _attend_backward(static, residuals, cotangents):
             if masked:
                 visible = padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
                 visible = _transposed(_grouped(visible, sizes))
-                if not rule.needs:
+                if "map" not in rule.needs:
                     s = jnp.where(visible, s, -jnp.inf)
             place = places(i, j)
 
             def terms(s, rule):
-                if rule.needs:  # else there is nothing to differentiate here
+                if "map" in rule.needs:  # else there is nothing to differentiate here
                     s, _ = prepared(rule, s, visible, place)
                 return rule.terms(s, m[i])
 

@@ -53,6 +53,10 @@ class General(_OfTemperature):
     uses_max = False
     needs_equal_logits = False
 
+    @property
+    def needs(self):
+        return frozenset({"erf"}) if self.F == "gelu" else frozenset()
+
     def terms(self, s, m):
         def of_finite(s):
             f = FUNCTIONS[self.F](s / self.T)
@@ -82,6 +86,7 @@ class GeluL2(Normalizer):
     """The rule of :func:`gelu_l2`: f = gelu(s), statistics f² and 1."""
 
     uses_max = False
+    needs = frozenset({"erf"})
 
     def terms(self, s, m):
         def of_finite(s):

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
+
+from attnorm.normalizers.learned import Learned
 
 
 def is_array(value: Any) -> bool:
@@ -117,10 +119,13 @@ class Normalizer:
     #   "map"        ``map_logits`` is applied first, before the maximum
     #   "position", "count", "distance"    parts of Place that the map is given
     #   "rows"       all logits of a row at once: ``row_weights`` replaces the three functions
+    #   "erf"        the error function in its terms, which compilers for kernels may lack
     #   "level"      several passes over the keys, to solve for a level of each row (normalizers/tsallis.py)
     needs: ClassVar[frozenset[str]] = frozenset()
     # How often a row's logits are read before all its weights are known, but for the pass that uses them.
-    passes: ClassVar[int | str] = 1
+    passes: ClassVar[int] = 1
+    # Which parameters can be learned, and how.
+    learned: ClassVar[Mapping[str, Learned]] = {}
 
     def map_logits(self, s: Array, place: Place) -> Array:
         """The logits that the terms are given, from finite ones and from where they stand."""
@@ -263,7 +268,7 @@ def prepared(
 ) -> tuple[Array, Array | None]:
     """Logits as the rule's terms take them, and where they count (None: everywhere)."""
     needs = normalizer.needs
-    if needs:
+    if needs & {"map", "rows"}:
         weighted = s != -jnp.inf
         visible = weighted if visible is None else visible & weighted
         s = jnp.where(visible, s, 0)  # a finite number, so that no slope there is NaN

@@ -26,10 +26,11 @@ class Softpick(Normalizer):
 
     def terms(self, s, m):
         def of_finite(s):
-            # No difference of two exponentials: near s = 0 it would leave few digits.
-            above, below = jnp.where(s > 0, s, 0), jnp.where(s < 0, s, 0)
-            f = -jnp.expm1(-above) * jnp.exp(above - m)
-            return f, (f - jnp.expm1(below) * jnp.exp(-m),)
+            # No difference of two exponentials: near s = 0 it would leave few digits. With t = tanh(|s| / 2),
+            # 1 - exp(-|s|) = 2 t / (1 + t), which compilers for kernels know, as they do not know expm1.
+            t = jnp.tanh(jnp.abs(s) / 2)
+            size = 2 * t / (1 + t) * jnp.exp(jnp.maximum(s, 0) - m)
+            return jnp.where(s > 0, size, 0), (size,)
 
         return of_weighted(of_finite, s)
 

@@ -2,15 +2,20 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import attnorm
 from attnorm import chunked
 from attnorm.attention import implementations_of
+from attnorm.masks import Visibility
+from attnorm.normalizers.rule import merge
 from tests import oracles
+from tests.contract.cases import poison
 from tests.contract.helpers import assert_results_near, make_arrays, make_cotangents, oracle, run
-from tests.oracles import FORMULAS
+from tests.oracles import FORMULAS, visible_keys
 
 T, S = 20, 29
 # Each choice of parameters under one of these, in turn.
@@ -50,7 +55,10 @@ def check(choice, implementation):
         "cotangents": make_cotangents(query, value),
         **RESTRICTIONS[choice % len(RESTRICTIONS)],
     }
-    output, log_norm, gradients = run(attend, arrays, **options)
+    restriction = RESTRICTIONS[choice % len(RESTRICTIONS)]
+    poisoned = poison(arrays, visible_keys((2, 4, T, S), **restriction), np.nan)
+    assert np.isnan(poisoned["key"]).any() or np.isnan(poisoned["query"]).any()
+    output, log_norm, gradients = run(attend, poisoned, **options)
     expected = oracle(arrays, **options)
     for name in set(gradients) - set(arrays):  # sums over all rows, that may cancel
         error = np.max(np.abs(gradients.pop(name) - expected.gradients[name]))
@@ -83,3 +91,87 @@ def test_chunked_with_other_parameters(choice):
 @pytest.mark.parametrize("choice", range(len(CHOICES)))
 def test_reference(choice):
     check(choice, "reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHUNKED)
+def test_large_logits_in_bfloat16_are_finite(name):
+    query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in make_arrays(T=T, S=S, H=8))
+
+    def function(query, key, value):
+        return attnorm.dot_product_attention(
+            query, key, value, is_causal=True, normalizer=name, implementation="chunked"
+        )
+
+    output, pullback = jax.vjp(jax.jit(function), 1e4 * query, key, value)
+    for x in (output, *pullback(jnp.ones_like(output))):
+        assert x.dtype == jnp.bfloat16 and jnp.isfinite(x).all()
+
+
+def test_a_normaliser_that_an_implementation_cannot_serve_is_refused_with_the_reason():
+    arrays = [x[:, :5] for x in make_arrays(H=8)]
+    for implementation, name, reason in (
+        ("chunked", "nap", r"chunked: normalizer NAP\(.*\) needs rows"),
+        ("pallas_tpu", "ssmax", r"pallas_tpu: normalizer SSMax\(h=0.168, c=0.0\) needs count, map"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            attnorm.dot_product_attention(*arrays, normalizer=name, implementation=implementation)
+    chosen = attnorm.dot_product_attention(*arrays, normalizer="nap")
+    expected = attnorm.dot_product_attention(*arrays, normalizer="nap", implementation="reference")
+    np.testing.assert_array_equal(chosen, expected)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "relu", "softpick", "general", "nap", "affine"])
+def test_weights_without_a_norm_have_no_log_norm(name):
+    arrays = [x[:, :5] for x in make_arrays(H=8)]
+    with pytest.raises(ValueError, match="return_log_norm: normalizer .* has no log-norm"):
+        attnorm.dot_product_attention(*arrays, normalizer=name, return_log_norm=True)
+
+
+def test_mapped_parameters_and_masks():
+    """vmap adds an axis to the counts of keys, which the restriction of each element decides."""
+    query, key, value = make_arrays(T=T, S=S, H=8)
+    masks = np.random.default_rng(6).random((3, 1, 1, T, S)) < 0.5
+    scales = jnp.array([[0.1, 0.2, 0.3, 0.4], [1, 1, 1, 1], [0.5, 0, 2, 1]])
+
+    def attend(mask, h):
+        return attnorm.dot_product_attention(
+            query, key, value, mask=mask, normalizer=attnorm.get_normalizer("ssmax", h=h)
+        )
+
+    got = jax.jit(jax.vmap(attend))(masks, scales)
+    for element, mask, h in zip(got, masks, scales, strict=True):
+        rule = attnorm.get_normalizer("ssmax", h=h)
+        expected = attnorm.dot_product_attention(
+            query, key, value, mask=mask, normalizer=rule, implementation="reference"
+        )
+        np.testing.assert_allclose(element, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["softpick", "gelu_l2", "alibi"])
+def test_parts_of_the_keys_merge_to_the_whole(name):
+    query, key, value = make_arrays(T=T, S=S, H=8)
+    rule = attnorm.get_normalizer(name)
+    options = {"scale": 1.0, "logits_soft_cap": None, "precision": "highest"}
+
+    @jax.jit
+    def merged():
+        parts = []
+        for start, stop in ((0, 12), (12, S)):
+            seen = Visibility(num_queries=T, num_keys=stop - start, offset=jnp.int32(-start))
+            own = key[:, start:stop], value[:, start:stop]
+            parts.append(chunked.partial_attend(query, *own, None, seen, rule, **options))
+        return merge(rule, *parts).finalize(rule)[0]
+
+    expected = attnorm.dot_product_attention(
+        query, key, value, normalizer=name, scale=1.0, implementation="reference", precision="highest"
+    )
+    np.testing.assert_allclose(merged(), expected, atol=5e-6)
+
+
+def test_a_part_of_the_keys_does_not_know_the_number_of_all():
+    query, key, value = make_arrays(T=T, S=S, H=8)
+    seen = Visibility(num_queries=T, num_keys=S)
+    options = {"scale": 1.0, "logits_soft_cap": None, "precision": None}
+    with pytest.raises(ValueError, match=r"SSMax\(.*\) depends on the number of all keys"):
+        chunked.partial_attend(query, key, value, None, seen, attnorm.get_normalizer("ssmax"), **options)
