@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.oracles_solver import SOLVER
+
 
 class Oracle(NamedTuple):
     """One normaliser: its formulas and the parameters that the tests try.
@@ -405,6 +407,7 @@ FORMULAS = {
     ),
     "polynomial": Formula(polynomial, ({}, {"k": 2})),
 }
+FORMULAS |= {name: Formula(formula, choices) for name, (formula, choices) in SOLVER.items()}
 
 
 def choices(name):

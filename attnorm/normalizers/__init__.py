@@ -1,7 +1,10 @@
 """How attention weights are normalised: pure functions, their one-pass rules, and a registry of names."""
 
+from attnorm.normalizers.adaptive_temperature import adaptive_temperature
 from attnorm.normalizers.affine import affine
 from attnorm.normalizers.constant import sink, softmax_plus_n
+from attnorm.normalizers.elastic import elastic
+from attnorm.normalizers.entmax import asentmax, entmax, entmax15, sparsemax, stieltjes
 from attnorm.normalizers.general import gelu_l2, general, l2_gelu
 from attnorm.normalizers.length import (
     alibi,
@@ -22,13 +25,20 @@ from attnorm.normalizers.rule import Normalizer
 from attnorm.normalizers.sa_softmax import sa_softmax
 from attnorm.normalizers.sigmoid import sigmoid
 from attnorm.normalizers.softpick import softpick
+from attnorm.normalizers.stick_breaking import stick_breaking
 from attnorm.normalizers.threshold_rectified import threshold_rectified
+from attnorm.normalizers.top_k import top_k
 
 __all__ = [
     "Normalizer",
+    "adaptive_temperature",
     "affine",
     "alibi",
+    "asentmax",
     "critical",
+    "elastic",
+    "entmax",
+    "entmax15",
     "gelu_l2",
     "general",
     "get_normalizer",
@@ -51,9 +61,13 @@ __all__ = [
     "softmax_plus_n",
     "softpick",
     "softplus",
+    "sparsemax",
     "sqrt_log_n",
     "squared_relu",
     "ssmax",
+    "stick_breaking",
+    "stieltjes",
     "threshold_rectified",
+    "top_k",
     "yarn",
 ]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 
+from attnorm.normalizers.adaptive_temperature import AdaptiveTemperature
 from attnorm.normalizers.affine import Affine
 from attnorm.normalizers.constant import Sink, SoftmaxPlusN
+from attnorm.normalizers.elastic import Elastic
+from attnorm.normalizers.entmax import ASEntmax, Stieltjes, make_entmax15, make_sparsemax
 from attnorm.normalizers.general import GeluL2, L2Gelu, make_general
 from attnorm.normalizers.length import (
     ALiBi,
@@ -26,7 +29,10 @@ from attnorm.normalizers.rule import Normalizer
 from attnorm.normalizers.sa_softmax import SASoftmax
 from attnorm.normalizers.sigmoid import make_sigmoid
 from attnorm.normalizers.softpick import Softpick
+from attnorm.normalizers.stick_breaking import StickBreaking
 from attnorm.normalizers.threshold_rectified import ThresholdRectified
+from attnorm.normalizers.top_k import TopK
+from attnorm.normalizers.tsallis import Tsallis
 
 _RULES = {
     "softmax": lambda: Lp(1.0),
@@ -57,6 +63,15 @@ _RULES = {
     "nap": NAP,
     "threshold_rectified": ThresholdRectified,
     "polynomial": Polynomial,
+    "sparsemax": make_sparsemax,
+    "entmax15": make_entmax15,
+    "entmax": Tsallis,
+    "stieltjes": Stieltjes,
+    "asentmax": ASEntmax,
+    "elastic": Elastic,
+    "adaptive_temperature": AdaptiveTemperature,
+    "top_k": TopK,
+    "stick_breaking": StickBreaking,
 }
 
 

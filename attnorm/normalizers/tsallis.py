@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.rule import Normalizer, Place, checked_parameter, is_array
 
 # Beyond 2 the slope p^(2-α) has no bound; below, a row's weights are as good as equal.
@@ -54,7 +55,6 @@ class Leveled(Normalizer):
     """
 
     needs = frozenset({"rows", "level"})
-    passes = "several"
     alpha: float | Array
 
     def spread(self, p: Array, place: Place) -> Array:
@@ -78,6 +78,13 @@ class Leveled(Normalizer):
         """Whether p is positive, or NaN."""
         a = self.alpha - 1
         return ~(1 + a * (d * jnp.exp(-a * level)) <= 0)
+
+    @property
+    def passes(self) -> int:
+        """Of 4096 normal logits, one query after the other: a guess, and the steps from it."""
+        if is_array(self.alpha) or self.alpha != 1:
+            return 4 if is_array(self.alpha) or self.alpha <= 1.5 else 6
+        return 1
 
     @property
     def has_zeros(self) -> bool:
@@ -234,6 +241,8 @@ class Tsallis(Leveled):
     """The rule of :func:`attnorm.entmax`."""
 
     alpha: float | Array = 1.5
+
+    learned = {"alpha": Learned(1.5, low=1.0, high=2.0)}
 
     def __post_init__(self):
         object.__setattr__(self, "alpha", checked_alpha(self.alpha))

@@ -1,0 +1,69 @@
+"""Softmax over the keys of the largest logits."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from attnorm.normalizers.lp import Lp
+from attnorm.normalizers.rule import Normalizer, Place, evaluate, is_array, static_field
+
+
+@dataclass(frozen=True, eq=False)
+class TopK(Normalizer):
+    """The rule of :func:`top_k`."""
+
+    k: int = static_field(64)
+
+    needs = frozenset({"rows"})
+    passes = 2
+
+    def __post_init__(self):
+        if is_array(self.k) or not isinstance(self.k, numbers.Integral) or self.k < 1:
+            raise ValueError(f"k must be a whole number, at least 1, got {self.k!r}")
+        object.__setattr__(self, "k", int(self.k))
+
+    def row_weights(self, s, visible, place, axis):
+        size = s.shape[axis]
+        if size == 0:
+            return s
+        ranked = jnp.sort(jnp.where(visible, s, -jnp.inf), axis=axis, descending=True)
+        least = jnp.take(ranked, jnp.array([min(self.k, size) - 1]), axis=axis)
+        return evaluate(Lp(1.0), s, visible & (s >= least), Place(), axis)[0]
+
+
+def top_k(
+    logits: Float[Array, "..."],
+    *,
+    k: int = 64,
+    axis: int = -1,
+    where: Bool[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Softmax over the k keys of the largest logits: ``softmax(s)`` where ``s_j >= s_(k)``, the k-th largest, else 0.
+
+    Keys that tie with the k-th are all kept. Dense only.
+
+    Args:
+      logits: floating point, any shape.
+      k: a whole number, at least 1; rows of fewer keys keep all.
+      axis: the axis of the keys.
+      where: boolean, broadcasts to the logits; keys where it is False are as if removed.
+
+    Returns:
+      The weights, in the logits' shape and dtype; they sum to 1. They have no log-norm.
+
+    Raises:
+      TypeError: a dtype that is not accepted.
+      ValueError: k not a whole number or less than 1, a shape that does not broadcast.
+
+    Source: arXiv 1912.11637.
+
+    >>> import jax.numpy as jnp
+    >>> from attnorm import top_k
+    >>> print(top_k(jnp.array([3.0, 1.0, 3.0, 2.0]), k=2))
+    [0.5 0.  0.5 0. ]
+    """
+    return TopK(k).weights(logits, axis=axis, where=where)
