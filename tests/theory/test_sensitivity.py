@@ -58,8 +58,8 @@ def test_search_for_larger_gradients_than_the_theorem_allows():
 @pytest.mark.parametrize("temperature", (0.25, 2.0))
 def test_two_equal_logits_attain_the_bound(temperature):
     for p in (1.0, 1.3, 2.0):
-        for L in (2, 50):
-            s = jnp.where(jnp.arange(L) < 2, 0.0, -100.0)
+        for L in (2, KEYS):
+            s = np.where(np.arange(L) < 2, 0.0, -100.0)
             norm = theory.jacobian_spectral_norm(lp(s / temperature, p=p), p) / temperature
             bound = theory.proved_spectral_bound(L, p=p, temperature=temperature)
             assert float(norm) == pytest.approx(float(bound), rel=1e-9)
@@ -83,7 +83,8 @@ def test_the_papers_bound_fails_as_a_spectral_norm_and_holds_for_entries():
 
 def norm_with_one_above(p, num_keys, above):
     """‖J_p‖ of one logit above num_keys - 1 equal ones, on the plane of the two levels and off it."""
-    y = np.asarray(lp(jnp.array([above] + [0.0] * (num_keys - 1)), p=p))[:2]
+    y = np.exp([above, 0.0])
+    y /= (y[0] ** p + (num_keys - 1) * y[1] ** p) ** (1 / p)
     root, w = np.sqrt(num_keys - 1), y**p
     plane = np.diag(y) - np.outer([y[0], root * y[1]], [w[0], root * w[1]])
     return max(np.linalg.norm(plane, 2), y[1])
@@ -107,7 +108,7 @@ def test_two_is_the_largest_p_whose_worst_gradient_does_not_grow():
             assert worst[-1] / worst[0] == pytest.approx(1000 ** (0.5 - 1 / p), rel=0.2)
     # p = ∞: the logit that is largest by any amount moves all weights, J = I - 1 e_kᵀ up to that amount.
     s = jnp.where(jnp.arange(400) == 7, 1e-6, 0.0)
-    J = jax.jacrev(lambda s: lp(s, p=math.inf))(s)
+    J = jax.jit(jax.jacrev(lambda s: lp(s, p=math.inf)))(s)
     bound = float(theory.proved_spectral_bound(400, p=math.inf))
     assert bound == 20 and np.linalg.norm(J, 2) == pytest.approx(bound, rel=1e-5)
 
@@ -193,14 +194,16 @@ def test_random_directions_see_the_frobenius_norm():
     v = np.random.default_rng(5).normal(size=(20_000, 64))
     v /= np.linalg.norm(v, axis=-1, keepdims=True)
     for p in (1.0, 2.0):
-        g = jax.vmap(lambda v, p=p: theory.finite_difference(s, v, temperature=1.0, step=1e-4, p=p))(v)
+        g = jax.jit(jax.vmap(lambda v, p=p: theory.finite_difference(s, v, temperature=1.0, step=1e-4, p=p)))(
+            v
+        )
         y = lp(s, p=p)
         expected = float(theory.jacobian_frobenius_norm(y, p)) ** 2 / 64
         assert float(jnp.mean(g**2)) == pytest.approx(expected, rel=0.05)
         assert float(jnp.sqrt(jnp.mean(g**2))) < 0.2 * float(theory.jacobian_spectral_norm(y, p))
 
 
-@pytest.mark.parametrize("p", (1.0, 2.0, 4.0))
+@pytest.mark.parametrize("p", (1.0, 4.0))
 def test_top_direction_is_the_leading_singular_vector(p):
     rng = np.random.default_rng(6)
     s = rng.normal(size=(200, KEYS)) * 3

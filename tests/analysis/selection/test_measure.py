@@ -1,0 +1,113 @@
+"""Tables of the measurements, on heads with known answers; and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+
+from attnorm import get_normalizer
+from attnorm.analysis import sources
+from attnorm.analysis.selection import measure
+from attnorm.analysis.selection.measure import Study
+from attnorm.analysis.selection.options import Options, options_that_fit
+from tests.analysis.selection.heads import Given
+
+RULES = {name: get_normalizer(name) for name in ("softmax", "l2")}
+SMALL = dict(lengths=(8, 16), num_selected=(1, 4), num_selected_by_length=2, max_rows=0)
+
+
+def study(source, rules=RULES, **options):
+    options = Options(**SMALL | options)
+    return Study(source, source.example_tokens(options.lengths[-1], options.num_texts), rules, options)
+
+
+def test_per_head_numbers_of_known_heads():
+    source = sources.load("synthetic")
+    table = {(row["normalizer"], row["head"]): row for row in measure.heads(study(source))}
+    keys = np.arange(1, 17)
+    uniform, sink = table["softmax", 0], table["softmax", 1]
+    assert uniform["entropy"] == pytest.approx(np.log(keys).mean(), rel=1e-5)
+    assert uniform["effective_keys"] == pytest.approx(keys.mean(), rel=1e-5)
+    assert uniform["weight_norm"] == pytest.approx((keys**-0.5).mean(), rel=1e-5)
+    assert uniform["sink_mass"] == pytest.approx((1 / keys).mean(), rel=1e-5)
+    mass = math.exp(source.SINK) / (math.exp(source.SINK) + keys - 1)
+    assert sink["sink_mass"] == pytest.approx(mass.mean(), rel=1e-5)
+    for head in range(4):
+        # L2 changes neither entropy nor effective keys of softmax's shares, makes all norms 1, and keeps variance.
+        assert table["l2", head]["weight_norm"] == pytest.approx(1, rel=1e-5)
+        assert table["l2", head]["sink_mass"] == pytest.approx(table["softmax", head]["sink_mass"], rel=1e-5)
+        assert table["l2", head]["output_variance"] > table["softmax", head]["output_variance"]
+    assert {row["layer"] for row in table.values()} == {0}
+
+
+@pytest.mark.parametrize(("short_rows", "rows"), [("dropped", range(3, 9)), ("kept", range(1, 9))])
+def test_distance_of_identical_vectors(short_rows, rows):
+    """Uniform causal rows of n keys, N = 2, x = 1: d̃ = E d̃ = (n - 2)(2 - 1) / n, and 0 for n <= 2."""
+    source = Given(np.zeros((2, 8, 8)), np.ones((8, 1)), is_causal=True)
+    table = measure.distance_by_length(
+        study(source, {"softmax": RULES["softmax"]}, lengths=(8,), short_rows=short_rows)
+    )
+    wanted = np.mean([max(n - 2, 0) / n for n in rows])
+    assert len(table) == 2
+    for row in table:
+        for key in ("distance", "expected", "bound", "expected_low", "expected_high"):
+            # Sums of distances that are differences of equal numbers: the root of float32's precision.
+            assert row[key] == pytest.approx(wanted, rel=5e-3), key
+
+
+def test_critical_number_is_one_where_selection_changes_nothing_and_none_under_a_sink():
+    """Twelve heads; identical vectors and weights, or a key that holds nearly all weight."""
+    x = np.ones((16, 1))
+    for extra, critical in ((0.0, {8: 1, 16: 1}), (8.0, {})):
+        logits = np.zeros((12, 16, 16))
+        logits[:, :, 3] = extra * (1 + np.arange(12)[:, None] / 100)
+        source = Given(logits, x)
+        table = measure.critical_num_selected(study(source, {"softmax": RULES["softmax"]}))
+        found = {row["length"]: row["num_selected"] for row in table if row["is_critical"]}
+        assert found == critical
+        assert source.passes == 2  # one per length
+        assert all((row["p_value"] < 0.01) == (row["statistic"] > 0.6) for row in table)
+
+
+def test_texts_and_lengths_that_do_not_fit_are_refused():
+    source = Given(np.zeros((1, 8, 8)), np.ones((8, 1)))
+    with pytest.raises(ValueError, match=r"^lengths must be at most 8, what given can read, got 16"):
+        Study(source, np.zeros((1, 16), int), RULES, Options(**SMALL))
+    with pytest.raises(ValueError, match=r"^texts must have shape \(2, 8\), got \(1, 8\)"):
+        Study(source, np.zeros((1, 8), int), RULES, Options(**SMALL | dict(lengths=(8,), num_texts=2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_selected=(1, 64), lengths=(64,)), "num_selected must be below the largest length, L = 64"),
+        (dict(num_selected_by_length=40), "lengths must be above N = 40"),
+        (dict(num_selected=(0, 1)), "num_selected must be at least 1, got 0"),
+        (dict(lengths=()), "lengths must be at least one number"),
+        (dict(temperatures=(0.1, 0.0)), "temperatures must be positive and finite, got 0.0"),
+        (dict(temperatures=(math.inf,)), "temperatures must be positive and finite, got inf"),
+        (dict(steps=(-1.0,)), "steps must be positive and finite, got -1.0"),
+        (dict(level=1.0), "level must be between 0 and 1, got 1.0"),
+        (dict(max_critical_fraction=0), "max_critical_fraction must be above 0 and at most 1, got 0"),
+        (dict(vectors="keys"), "vectors must be one of"),
+        (dict(aggregate="sum"), "aggregate must be one of"),
+        (dict(num_draws=0), "num_draws must be at least 1, got 0"),
+    ],
+)
+def test_options_outside_their_range_are_named(options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Options(**options)
+
+
+def test_numbers_that_are_not_whole_are_named():
+    with pytest.raises(TypeError, match="^num_texts must be a whole number, got 1.5"):
+        Options(num_texts=1.5)
+
+
+def test_default_options_fit_every_model():
+    for max_length in (2, 7, 33, 512, 100_000):
+        options = options_that_fit(max_length)
+        assert options.lengths[-1] == (
+            max_length if max_length < 32 else min(1024, 2 ** (max_length.bit_length() - 1))
+        )
+        assert options.num_selected[-1] < options.lengths[-1]

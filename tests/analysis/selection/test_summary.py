@@ -1,0 +1,103 @@
+"""Verdicts: each claim is called false by a table in which it is false, and true by one in which it is true."""
+
+import math
+
+import pytest
+
+from attnorm.analysis.selection.summary import as_text, summarize
+
+DISTANCE = dict(
+    normalizer="l2", length=64, num_selected=1, layer=0, head=0,
+    distance=2.0, bound=2.5, expected=1.0, expected_low=0.9, expected_high=1.1,
+)  # fmt: skip
+CRITICAL = dict(normalizer="l2", length=100, num_selected=6, is_critical=1)
+SEPARABILITY = dict(
+    normalizer="l2", num_selected=1, recall=1.0, low=0.1, paper_high=1.0, high=1.0
+)  # fmt: skip
+GRADIENT = dict(
+    normalizer="l2", step=1e-3, temperature=1.0, difference=0.1, difference_largest=0.2, mean_response=0.1,
+    spectral=0.3, spectral_largest=0.2, paper_bound=0.25, proved_bound=0.7, spectral_bound=0.7,
+)  # fmt: skip
+
+
+def true_tables():
+    return {
+        "2a": [DISTANCE, DISTANCE | dict(length=128, expected=1.05)],
+        "2b": [DISTANCE, DISTANCE | dict(num_selected=5, distance=1.0)],
+        "2c": [CRITICAL],
+        "3": [SEPARABILITY, SEPARABILITY | dict(num_selected=20, recall=0.8)],
+        "4": [
+            GRADIENT | dict(temperature=T, difference=0.1 / T, paper_bound=min(0.25 / T, 2**0.5), difference_largest=0.2 / T,
+                            spectral=0.3 / T, spectral_largest=0.2, proved_bound=0.7 / T, spectral_bound=0.7 / T)
+            for T in (0.01, 0.05, 1.0)
+        ],
+    }  # fmt: skip
+
+
+def verdicts(tables):
+    return {(row["figure"], row["claim"]): row["verdict"] for row in summarize(tables, ["l2"])}
+
+
+def test_claims_that_are_true():
+    assert set(verdicts(true_tables()).values()) == {"holds"}
+
+
+@pytest.mark.parametrize(
+    ("figure", "change", "claim"),
+    [
+        ("2a", dict(bound=1.9), "Theorem 1.1 as proved"),
+        ("2a", dict(expected_low=1.2), "Theorem 1.2 as proved"),
+        ("2a", dict(expected_high=0.98), "Theorem 1.2 as proved"),
+        ("2b", dict(distance=3.0), "d̃ collapses"),
+        ("2b", dict(bound=0.9), "Theorem 1.1 as proved"),
+        ("2c", dict(num_selected=20), "the critical N"),
+        ("2c", dict(is_critical=0), "the critical N"),
+        ("3", dict(recall=0.6), "N_s/N falls"),
+        ("3", dict(recall=0.9), "N_s/N falls"),
+        ("3", dict(low=0.85), "Theorem 2, lower side"),
+        ("3", dict(paper_high=0.7), "Theorem 2, upper side"),
+        ("3", dict(high=0.7), "Theorem 2, upper side as proved"),
+        ("4", dict(difference=1e-6), "g is about 100 times smaller"),
+        ("4", dict(spectral_largest=0.3), "Corollary 3"),
+        ("4", dict(spectral_largest=0.8), "‖J‖₂ <= C_p/T"),
+        ("4", dict(difference_largest=0.8), "‖J‖₂ <= C_p/T"),
+    ],
+)
+def test_claims_that_are_false(figure, change, claim):
+    tables = true_tables()
+    tables[figure] = [*tables[figure][:-1], tables[figure][-1] | change]
+    false = [
+        claim
+        for (at, claim), verdict in verdicts(tables).items()
+        if at == figure and verdict == "does not hold"
+    ]
+    assert any(found.startswith(claim) for found in false), false
+
+
+def test_growth_and_slopes_are_fitted():
+    tables = true_tables()
+    tables["2a"] = [
+        DISTANCE | dict(length=L, expected=L / 64, expected_low=0.1, expected_high=99) for L in (64, 256)
+    ]
+    tables["4"] = [row | dict(difference=0.1) for row in tables["4"]]
+    rows = {row["claim"]: row for row in summarize(tables, ["l2"])}
+    growth = rows["E d̃ at fixed N cannot grow like L"]
+    assert growth["verdict"] == "does not hold" and "L^1.00" in growth["measured"]
+    flat = rows["g grows like 1/T below T = 0.1"]
+    assert flat["verdict"] == "does not hold" and "T^" in flat["measured"]
+    assert rows["a random direction does not measure ‖J‖₂ (here: half of it or less)"]["verdict"] == "holds"
+
+
+def test_what_cannot_be_judged_is_not():
+    tables = true_tables()
+    tables["4"] = [row | dict(proved_bound=math.nan, spectral_bound=math.nan) for row in tables["4"][-1:]]
+    found = verdicts(tables)
+    assert found["4", "‖J‖₂ <= C_p/T and g <= min(C_p/T, D_p/ε)"] == "not judged"
+    assert found["4", "g grows like 1/T below T = 0.1"] == "not judged"
+
+
+def test_text_is_a_table_with_every_claim():
+    summary = summarize(true_tables(), ["l2"])
+    text = as_text(summary, "a model").splitlines()
+    assert text[0] == "a model" and len(text) == 4 + len(summary)
+    assert all(line.count("|") == 7 for line in text[2:])
