@@ -29,12 +29,19 @@ def attention_fn(p, **options):
 
 def make(**options):
     """A model in which every parameter matters: none is at its initial 0 or 1."""
-    model = GPT(GPTConfig(**SIZES | options), rngs=nnx.Rngs(0))
-    leaves, structure = jax.tree.flatten(nnx.state(model))
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(GPTConfig(**SIZES | options), rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(1)
-    leaves = [x + jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype) for x in leaves]
-    nnx.update(model, jax.tree.unflatten(structure, leaves))
-    return model
+
+    def fill(path, x):
+        gain = path[-1].key == "scale"
+        return jnp.asarray(gain + rng.normal(0, 0.25, x.shape), x.dtype)
+
+    params = jax.tree_util.tree_map_with_path(fill, nnx.to_pure_dict(state))
+    return nnx.merge(graph, nnx.State(params))
+
+
+def run(model, tokens, attention_fn, *arguments):
+    return jax.jit(lambda tokens: model(tokens, attention_fn, *arguments))(tokens)
 
 
 # The formulas.
@@ -152,8 +159,7 @@ def test_equals_the_formulas(name, p):
     model = make(**CONFIGS[name])
     expected = oracle(model, TOKENS, p)
     assert np.ptp(expected) > 2
-    logits = jax.jit(lambda tokens: model(tokens, attention_fn(p)))(TOKENS)
-    np.testing.assert_allclose(logits, expected, atol=2e-4)
+    np.testing.assert_allclose(run(model, TOKENS, attention_fn(p)), expected, atol=2e-4)
 
 
 def test_normalized_heads_are_the_same_for_every_p():
@@ -224,19 +230,18 @@ def test_documents_that_share_a_row_are_as_if_alone():
     model = make(position="rope")
     segments = jnp.array([[1] * 4 + [2] * 5] * 2)
     positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
-    together = model(TOKENS, attention_fn(2.0, query_segment_ids=segments), positions)
-    np.testing.assert_allclose(together[:, :4], model(TOKENS[:, :4], attention_fn(2.0)), atol=2e-5)
-    np.testing.assert_allclose(together[:, 4:], model(TOKENS[:, 4:], attention_fn(2.0)), atol=2e-5)
+    together = run(model, TOKENS, attention_fn(2.0, query_segment_ids=segments), positions)
+    for part in (slice(4), slice(4, None)):
+        alone = run(model, TOKENS[:, part], attention_fn(2.0))
+        np.testing.assert_allclose(together[:, part], alone, atol=2e-5)
 
 
 def test_bfloat16_activations():
     wide = make(position="alibi", qk_norm=True)
     narrow = make(position="alibi", qk_norm=True, dtype="bfloat16")
-    hidden = narrow.hidden(TOKENS, attention_fn(2.0))
-    assert hidden.dtype == jnp.bfloat16
-    logits = narrow.logits(hidden)
+    assert jax.eval_shape(lambda: narrow.hidden(TOKENS, attention_fn(2.0))).dtype == jnp.bfloat16
+    logits, expected = (np.asarray(run(model, TOKENS, attention_fn(2.0))) for model in (narrow, wide))
     assert logits.dtype == jnp.float32
-    expected = np.asarray(wide(TOKENS, attention_fn(2.0)))
     assert np.sqrt(np.mean((logits - expected) ** 2)) < 0.03 * expected.std()
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(narrow)))
 
