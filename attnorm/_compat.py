@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 
+# Pallas kernels for Hopper: plgpu.kernel(out_type=...), and an interpreter to test them with. From 0.11.2 on.
+HAS_MOSAIC_GPU = jax.__version_info__ >= (0, 11, 2)
+
 
 def varying_axes(tree: Any) -> frozenset[str]:
     """The mesh axes over which some array of the tree varies inside ``jax.shard_map``; else empty."""

@@ -11,13 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from attnorm import chunked, chunked_solver, reference, sharding
 from attnorm.arguments import checked_call, checked_dropout
-from attnorm.kernels import tpu
+from attnorm.kernels import gpu, tpu
 from attnorm.normalizers import Normalizer
 from attnorm.normalizers.rule import checked_floating
 
-_IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas_tpu": tpu}
+_IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas_tpu": tpu, "pallas_gpu": gpu}
 # What an automatic choice tries, in order.
-_PREFERRED = {"tpu": ("pallas_tpu", "chunked", "reference")}
+_PREFERRED = {
+    "tpu": ("pallas_tpu", "chunked", "reference"),
+    "gpu": ("pallas_gpu", "chunked", "reference"),
+}
 _IMPLEMENTATIONS_OF_JAX = ("xla", "cudnn")
 _log = logging.getLogger(__name__)
 
@@ -84,8 +87,9 @@ def dot_product_attention(
       return_log_norm: also return λ, with weights ``exp(s - λ)``; differentiable.
       return_residual: only False; ``jax.nn``'s logsumexp is ``return_log_norm`` with ``normalizer="softmax"``.
       implementation: ``"reference"`` (dense, any order of differentiation), ``"chunked"`` (O(T + S) memory, reverse
-        mode), ``"pallas_tpu"`` (fused, reverse mode, no dropout, no float64; :class:`attnorm.kernels.Config`), a
-        sequence of names to try in order, or None for the best on this platform.
+        mode), ``"pallas_tpu"`` (fused, reverse mode, no dropout, no float64; :class:`attnorm.kernels.Config`),
+        ``"pallas_gpu"`` (likewise, on NVIDIA Hopper, in bfloat16 and float16), a sequence of names to try in order,
+        or None for the best on this platform.
 
     Returns:
       The output (B, T, N, Hv), in query's dtype; with ``return_log_norm`` also λ (B, T, N), in float32 (float64 for
