@@ -1,5 +1,6 @@
 """Sources: what they say a layer computed is what the layer computed."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def workdir(tmp_path_factory):
     config = get_config("runlocal")
     config.ensemble.normalizers = ("lp(p=inf)", "lp(p=2)", "softmax", "lp(p=3)")
     config.ensemble.seeds = (4, 5)
-    config.counting.model.num_blocks = 2
+    config.counting.model.update({"num_blocks": 2, "norm": "batch"})
     config = config.to_dict()
     train_config, task = parse_config(config)
     groups = make_groups(train_config.ensemble.normalizers, train_config.ensemble.seeds)
@@ -105,6 +106,8 @@ def workdir(tmp_path_factory):
     abstract = jax.eval_shape(lambda: init_state(task, groups, optimizer, make_mesh()))
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract)
+    variances_and_means = jax.tree.map(lambda x: 0.5 + jnp.abs(x), state.model_state)
+    state = dataclasses.replace(state, model_state=variances_and_means)
     folder = tmp_path_factory.mktemp("run")
     with files.claimed(folder, config, task.outputs):
         checkpointer = Checkpointer(folder / files.CHECKPOINTS, keep=1)
@@ -120,16 +123,16 @@ def test_model_of_a_run(workdir, label):
     tokens = source.example_tokens(9, 2)[1]
     first, second = sources.attentions(source, tokens)
 
-    (params,) = [
-        jax.tree.map(lambda x, i=i: x[i], tree)
-        for group, tree in zip(groups, state.params, strict=True)
+    ((params, statistics),) = [
+        jax.tree.map(lambda x, i=i: x[i], (params, statistics))
+        for group, params, statistics in zip(groups, state.params, state.model_state, strict=True)
         for i, member in enumerate(group.members)
         if member.label == label
     ]
     np.testing.assert_array_equal(first.inputs["embedding"], params["token_embedding"]["table"][tokens])
-    block = params["blocks"][0]
+    block, running = params["blocks"][0], statistics["blocks"][0]["norm"]
     x = np.asarray(first.inputs["layer_input"], np.float64)
-    normed = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    normed = (x - running["mean"]) / np.sqrt(np.asarray(running["var"], np.float64) + 1e-5)
     normed = normed * np.asarray(block["norm"]["scale"]) + np.asarray(block["norm"]["bias"])
     q, k, v, pre = np.split(normed @ block["project_in"]["kernel"] + block["project_in"]["bias"], 4, axis=-1)
     heads = [np.moveaxis(y.reshape(9, 2, 8), 0, 1) for y in (q, k, v)]

@@ -37,7 +37,12 @@ def load(model: str) -> Source:
     """
     if model in _NAMED:
         return _NAMED[model]()
-    path, _, member = model.removeprefix(_WORKDIR).partition("@")
-    if model.startswith(_WORKDIR) or is_workdir(Path(path)):
-        return trained_source(Path(path), member)
+    path = Path(model.removeprefix(_WORKDIR))
+    if is_workdir(path):
+        return trained_source(path)
+    folder, _, member = str(path).rpartition("@")
+    if folder and (model.startswith(_WORKDIR) or is_workdir(Path(folder))):
+        return trained_source(Path(folder), member)
+    if model.startswith(_WORKDIR):
+        return trained_source(path)
     return pretrained_source(model)

@@ -22,9 +22,7 @@ class Attention:
     layer: int
     is_causal: bool  # whether query i sees only the keys j <= i; otherwise all of them
     scale: float
-    logits: Float[
-        Array, "N T S"
-    ]  # as the normaliser gets them: scaled, capped, biased; hidden pairs included
+    logits: Float[Array, "N T S"]  # scaled and capped, before any is hidden
     queries: Float[Array, "N T H"]
     keys: Float[Array, "N S H"]
     values: Float[Array, "N S Hv"]
