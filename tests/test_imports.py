@@ -16,10 +16,10 @@ ROOT = Path(attnorm.__file__).parent
 LAYERS = [
     {"_compat", "finite", "tiling"},
     {"normalizers", "masks", "dropout"},
-    {"places", "arguments", "sharding", "reference", "chunked", "chunked_solver", "kernels"},
+    {"places", "output_norms", "arguments", "sharding", "reference", "chunked", "chunked_solver", "kernels"},
     {"attention"},
     {"attnorm"},
-    {"flax_adapter"},
+    {"flax_adapter", "modules"},
     {"models", "data"},
     {"analysis"},
     {"training"},

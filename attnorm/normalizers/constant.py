@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array
 
 
@@ -45,6 +46,8 @@ class Sink(_WithConstant):
 
     b: float | Array = 0.0
 
+    learned = {"b": Learned(0.0)}
+
     def __post_init__(self):
         b = checked_parameter("b", self.b, "a number below infinity", lambda b: b < math.inf)
         object.__setattr__(self, "b", b)
@@ -58,6 +61,8 @@ class SoftmaxPlusN(_WithConstant):
     """The rule of :func:`softmax_plus_n`."""
 
     n: float | Array = 1.0
+
+    learned = {"n": Learned(1.0, low=0.0)}
 
     def __post_init__(self):
         # Zero is softmax, but only as a number: log n has no slope there.

@@ -27,7 +27,9 @@ class Learned:
 
     def __post_init__(self):
         if not self.low < self.init < self.high:
-            raise ValueError(f"init must be between {self.low} and {self.high}, got {self.init}")
+            raise ValueError(
+                f"a learned parameter must start between {self.low:g} and {self.high:g}, got {self.init!r}"
+            )
 
     def value(self, x: Array) -> Array:
         """The parameter at the unbounded number x."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.lp import Lp
 from attnorm.normalizers.rule import Normalizer, checked_parameter
 
@@ -45,6 +46,7 @@ class SSMax(MappedSoftmax):
     c: float | Array = 0.0
 
     needs = frozenset({"map", "count"})
+    learned = {"h": Learned(0.168), "c": Learned(0.0)}
 
     def __post_init__(self):
         _check(self, "h", "finite", _is_finite)

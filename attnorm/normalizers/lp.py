@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array
 
 # Small whole powers are cheaper, and as exact, by multiplication as by a second exponential.
@@ -31,6 +32,8 @@ class Lp(Normalizer):
     """The rule for finite p: f = exp(s - m), h = exp(p (s - m)), g = h^(-1/p)."""
 
     p: float | Array
+
+    learned = {"p": Learned(2.0, low=0.0)}
 
     def __post_init__(self):
         wanted = f"a positive number from {_P_RANGE[0]:g} to {_P_RANGE[1]:g}"
@@ -77,23 +80,27 @@ class LInf(Normalizer):
     needs_equal_logits = True
 
     def terms(self, s, m):
-        tolerance = _TIE_TOLERANCE * float(jnp.finfo(s.dtype).eps) * jnp.maximum(1, jnp.abs(m))
-        at_maximum = s - m >= -tolerance
-        finite = jnp.where(at_maximum, s, 0)
-        count = jnp.where(at_maximum, 1 + (finite - jax.lax.stop_gradient(finite)), 0)
-        return jnp.exp(s - m), (count.astype(s.dtype),)
+        return jnp.exp(s - m), (ties(s, m),)
 
     def finalize(self, stats, m):
         (count,) = stats
-        return jnp.where(count != 0, jnp.exp(-_mean_of_maxima(count)), 0)
+        return jnp.where(count != 0, jnp.exp(-slope_of_extremum(count)), 0)
 
     def log_norm(self, stats, m):
         (count,) = stats
-        return jnp.where(count != 0, m + _mean_of_maxima(count), -jnp.inf)
+        return jnp.where(count != 0, m + slope_of_extremum(count), -jnp.inf)
 
 
-def _mean_of_maxima(count):
-    """0, with the derivative of the row's maximum."""
+def ties(s: Array, extremum: Array) -> Array:
+    """1, with slope 1, at logits that equal the maximum or minimum of their row, else 0: a statistic."""
+    tolerance = _TIE_TOLERANCE * float(jnp.finfo(s.dtype).eps) * jnp.maximum(1, jnp.abs(extremum))
+    at_extremum = jnp.abs(s - extremum) <= tolerance
+    finite = jnp.where(at_extremum, s, 0)
+    return jnp.where(at_extremum, 1 + (finite - jax.lax.stop_gradient(finite)), 0).astype(s.dtype)
+
+
+def slope_of_extremum(count: Array) -> Array:
+    """0, with the derivative of the row's maximum or minimum, from the sum of :func:`ties`."""
     constant = jax.lax.stop_gradient(count)
     return (count - constant) / jnp.where(constant != 0, constant, 1)
 

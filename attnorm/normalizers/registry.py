@@ -11,6 +11,7 @@ from attnorm.normalizers.constant import Sink, SoftmaxPlusN
 from attnorm.normalizers.elastic import Elastic
 from attnorm.normalizers.entmax import ASEntmax, Stieltjes, make_entmax15, make_sparsemax
 from attnorm.normalizers.general import GeluL2, L2Gelu, make_general
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.length import (
     ALiBi,
     Critical,
@@ -91,6 +92,17 @@ def text_parameters(name: str) -> set[str]:
         return set()
     parameters = inspect.signature(_RULES[name]).parameters.values()
     return {param.name for param in parameters if isinstance(param.default, str)}
+
+
+def learned_parameters(name: str, **params) -> dict[str, Learned]:
+    """Which parameters of the normaliser of that name can be learned, and how.
+
+    >>> from attnorm.normalizers.registry import learned_parameters
+    >>> learned_parameters("sink")
+    {'b': Learned(init=0.0, low=-inf, high=inf)}
+    """
+    learned = get_normalizer(name, **params).learned
+    return {param: learned[param] for param in inspect.signature(_RULES[name]).parameters if param in learned}
 
 
 def get_normalizer(name: str, **params) -> Normalizer:

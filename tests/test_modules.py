@@ -1,0 +1,135 @@
+"""Attention modules that learn their normaliser's parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import attnorm
+from attnorm.modules import LinenNormalizedAttention, NormalizedAttention
+from attnorm.normalizers.learned import Learned
+from attnorm.normalizers.registry import learned_parameters
+
+LEARNED = {name: learned_parameters(name) for name in attnorm.normalizer_names()}
+X = np.random.default_rng(0).normal(size=(2, 12, 16)).astype(np.float32)
+
+
+def test_the_published_parameters_can_be_learned():
+    found = {(name, parameter) for name, learned in LEARNED.items() for parameter in learned}
+    assert {("lp", "p"), ("sink", "b"), ("ssmax", "h"), ("entmax", "alpha"), ("elastic", "tau")} <= found
+    assert LEARNED["ssmax"]["h"].init == 0.168 and LEARNED["sink"]["b"].init == 0.0
+
+
+@pytest.mark.parametrize("name, parameter", [(n, p) for n, learned in LEARNED.items() for p in learned])
+def test_a_learned_parameter_starts_where_it_says_and_stays_in_its_range(name, parameter):
+    learned = LEARNED[name][parameter]
+    np.testing.assert_allclose(
+        learned.value(jnp.float32(learned.start())), learned.init, rtol=1e-6, atol=1e-7
+    )
+    values = learned.value(jnp.array([-3.0, -0.1, 2.0], jnp.float32))
+    attnorm.get_normalizer(name, **{parameter: values})  # which refuses what it cannot take
+    assert jax.grad(learned.value)(0.3) > 0
+
+
+def test_bounds_of_every_kind():
+    for learned in (Learned(0.5), Learned(0.5, low=0.2), Learned(0.5, high=0.9), Learned(0.5, 0.2, 0.9)):
+        np.testing.assert_allclose(learned.value(learned.start()), 0.5, rtol=1e-6)
+        low, high = (learned.value(jnp.float32(x)) for x in (-90, 90))
+        np.testing.assert_allclose(low, learned.low if learned.low > -np.inf else -90, atol=1)
+        np.testing.assert_allclose(high, learned.high if learned.high < np.inf else 90, atol=1)
+        assert learned.low <= low < high <= learned.high
+    with pytest.raises(ValueError, match="between 1 and 2, got 2"):
+        Learned(2.0, 1.0, 2.0)
+
+
+def attention_by_hand(params, rule, **options):
+    """The same attention from its parameters as nested dictionaries."""
+
+    def project(name):
+        return jnp.einsum("btd,dnh->btnh", X, params[name]["kernel"]) + params[name]["bias"]
+
+    attended = attnorm.dot_product_attention(
+        *(project(name) for name in ("query", "key", "value")), normalizer=rule, **options
+    )
+    return jnp.einsum("btnh,nhd->btd", attended, params["out"]["kernel"]) + params["out"]["bias"]
+
+
+def test_both_modules_are_attention_with_their_normaliser():
+    layer = NormalizedAttention(4, 16, normalizer="ssmax", num_key_value_heads=2, rngs=nnx.Rngs(0))
+    linen_layer = LinenNormalizedAttention(num_heads=4, normalizer="ssmax", num_key_value_heads=2)
+    params = linen_layer.init(jax.random.key(0), X)["params"]
+    rule = attnorm.get_normalizer("ssmax", h=jnp.full(4, 0.168), c=jnp.zeros(4))
+    expected = jax.jit(lambda params: attention_by_hand(params, rule, is_causal=True))(params)
+    got = jax.jit(lambda params: linen_layer.apply({"params": params}, X, is_causal=True))(params)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+    for name in ("query", "key", "value", "out"):
+        for leaf in ("kernel", "bias"):
+            getattr(getattr(layer, name), leaf)[...] = params[name][leaf]
+    got = nnx.jit(lambda layer: layer(X, is_causal=True))(layer)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+    assert layer.key.kernel.shape == (16, 2, 4) and params["normalizer_h"].shape == (4,)
+
+
+@pytest.mark.parametrize("name", ["lp", "entmax"])
+def test_every_head_learns_its_own_parameter(name):
+    """Gradients reach them, and a step against the gradient lowers the loss."""
+    layer = NormalizedAttention(2, 16, normalizer=name, rngs=nnx.Rngs(1))
+    target = np.random.default_rng(1).normal(size=X.shape).astype(np.float32)
+
+    @nnx.jit
+    def value_and_grad(layer):
+        return nnx.value_and_grad(lambda layer: jnp.mean((layer(3 * X, is_causal=True) - target) ** 2))(layer)
+
+    before, gradients = value_and_grad(layer)
+    ((parameter, gradient),) = gradients["of_normalizer"].items()
+    slopes = np.asarray(gradient[...])
+    assert slopes.shape == (2,) and np.abs(slopes).min() > 0 and slopes[0] != slopes[1]
+    layer.of_normalizer[parameter][...] -= 0.05 * slopes / np.abs(slopes).max()
+    after, _ = value_and_grad(layer)
+    assert after < before
+
+
+def test_what_is_learned_can_be_chosen():
+    layer = NormalizedAttention(
+        4,
+        16,
+        normalizer="asentmax",
+        learned=("beta",),
+        parameters={"beta": 0.3, "gamma": 2.0},
+        rngs=nnx.Rngs(0),
+    )
+    rule = layer.normalizer()
+    np.testing.assert_allclose(rule.beta, np.full(4, 0.3), rtol=1e-6)
+    assert (rule.gamma, rule.delta) == (2.0, 1.0) and list(layer.of_normalizer) == ["beta"]
+    fixed = NormalizedAttention(4, 16, normalizer="lp", learned=(), parameters={"p": 3}, rngs=nnx.Rngs(0))
+    assert fixed.normalizer() == attnorm.get_normalizer("lp", p=3) and not fixed.of_normalizer
+    assert not NormalizedAttention(4, 16, normalizer="sparsemax", learned=(), rngs=nnx.Rngs(0)).of_normalizer
+
+
+def test_dropout_only_with_a_key():
+    layer = NormalizedAttention(2, 16, normalizer="lp", dropout_rate=0.5, rngs=nnx.Rngs(0))
+    call = nnx.jit(lambda layer, key: layer(X, dropout_rng=key))
+    plain, dropped = call(layer, None), call(layer, jax.random.key(0))
+    assert np.abs(plain - dropped).max() > 1e-3
+    np.testing.assert_array_equal(dropped, call(layer, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"normalizer": "l2", "learned": ("p",)}, ValueError, r"learned .* got 'p'"),
+        ({"normalizer": "entmax", "parameters": {"alpha": 2.0}}, ValueError, "between 1 and 2, got 2.0"),
+        ({"normalizer": "entmax", "parameters": {"alpha": 3.0}}, ValueError, "alpha must be from 0.1 to 2"),
+        ({"normalizer": "sink", "parameters": {"a": 1.0}}, TypeError, "has parameters .*b.* got 'a'"),
+        ({"normalizer": "sink", "parameters": {"b": np.zeros(4)}}, TypeError, "parameters must be numbers"),
+        ({"normalizer": "lpp"}, ValueError, "did you mean 'lp'"),
+        ({"num_key_value_heads": 3}, ValueError, "multiple of num_key_value_heads, got 4 and 3"),
+    ],
+)
+def test_bad_arguments(options, error, words):
+    with pytest.raises(error, match=words):
+        NormalizedAttention(4, 16, **options, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=words):
+        LinenNormalizedAttention(num_heads=4, **options).init(jax.random.key(0), X)
