@@ -64,7 +64,7 @@ class ModelSource:
             (observed,) = given
             return out, observed
 
-        embedding, x = jax.jit(self.embed)(jnp.asarray(tokens, jnp.int32)[None])
+        embedding, x = self.embed(jnp.asarray(tokens, jnp.int32)[None])
         for index in range(self.num_layers):
             out, observed = step(jax.tree.map(lambda param: param[index], stacked), x)  # noqa: B023
             scale = float(observed.pop("scale"))

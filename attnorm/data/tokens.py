@@ -1,0 +1,98 @@
+"""Token folders: a corpus as one stream of ids on disk, mapped into memory; what does not fit in it starts here.
+
+A folder holds ``tokens.bin``, the stream of :mod:`attnorm.data.packing` in little-endian uint16 or uint32, and
+``tokens.json``, which is written last: without it the folder is not complete.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from attnorm.data.packing import join
+from attnorm.data.tokenizers import Tokenizer
+
+_STREAM, _FACTS = "tokens.bin", "tokens.json"
+
+
+class TokensError(ValueError):
+    """A token folder that is not complete, or would be overwritten."""
+
+
+def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -> int:
+    """Writes the documents' stream, one document at a time, and returns its length.
+
+    Args:
+      folder: made where it does not exist.
+      documents: texts; those that give no tokens are refused.
+      tokenizer: with an end-of-document id.
+
+    Raises:
+      TokensError: the folder holds tokens already.
+      ValueError: a document without tokens, or that holds the end-of-document id.
+    """
+    folder = Path(folder)
+    for name in (_STREAM, _FACTS):
+        if (folder / name).exists():
+            raise TokensError(f"{folder / name} exists already and would be overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+    num_tokens = num_documents = 0
+    temporary = folder / f"{_STREAM}.tmp"
+    with open(temporary, "wb") as file:
+        for text in documents:
+            try:
+                stream = join([tokenizer.encode(text)], tokenizer.end_of_document)
+            except ValueError as error:
+                raise ValueError(str(error).replace("documents[0]", f"documents[{num_documents}]")) from None
+            file.write(stream.astype(dtype).tobytes())
+            num_tokens += len(stream)
+            num_documents += 1
+        file.flush()
+        os.fsync(file.fileno())
+    if not num_documents:
+        raise ValueError("documents must hold at least one")
+    os.replace(temporary, folder / _STREAM)
+    facts = {
+        "num_tokens": num_tokens,
+        "num_documents": num_documents,
+        "dtype": dtype,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_document": tokenizer.end_of_document,
+    }
+    temporary = folder / f"{_FACTS}.tmp"
+    temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / _FACTS)
+    return num_tokens
+
+
+def open_tokens(folder: Path, tokenizer: Tokenizer) -> Int[np.ndarray, "S"]:
+    """The stream of a token folder, mapped into memory.
+
+    Args:
+      folder: as :func:`write_tokens` wrote it.
+      tokenizer: with which it was written.
+
+    Raises:
+      TokensError: no complete token folder, or one of another tokeniser.
+    """
+    folder = Path(folder)
+    try:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        dtype = np.dtype(facts["dtype"])
+        stream = np.memmap(folder / _STREAM, dtype, mode="r")
+        wanted = facts["num_tokens"]
+        written_with = {key: facts[key] for key in ("vocab_size", "end_of_document")}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise TokensError(f"{folder} holds no complete tokens: {error!r}") from error
+    if len(stream) != wanted:
+        raise TokensError(f"{folder / _STREAM} has {len(stream):,} tokens, by {_FACTS} {wanted:,}")
+    for key, value in written_with.items():
+        if getattr(tokenizer, key) != value:
+            raise TokensError(
+                f"{folder} was written with {key} {value}, but the tokenizer has {getattr(tokenizer, key)}"
+            )
+    return stream

@@ -1,0 +1,105 @@
+"""Token folders and TensorFlow Datasets: texts in, the same stream out, or an error that says what is missing."""
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+
+from attnorm.data.packing import join
+from attnorm.data.text import TextError
+from attnorm.data.tfds_text import tfds_texts
+from attnorm.data.tokenizers import ByteTokenizer
+from attnorm.data.tokens import TokensError, open_tokens, write_tokens
+
+TEXTS = ["one", "zwei", "três"]
+BYTES = ByteTokenizer()
+
+
+class WideTokenizer(ByteTokenizer):
+    """Ids that 16 bits do not hold."""
+
+    vocab_size = 70_001
+    end_of_document = 70_000
+
+
+@pytest.mark.parametrize("tokenizer, dtype", [(BYTES, np.uint16), (WideTokenizer(), np.uint32)])
+def test_what_is_written_is_read(tmp_path, tokenizer, dtype):
+    expected = join([tokenizer.encode(text) for text in TEXTS], tokenizer.end_of_document)
+    assert write_tokens(tmp_path / "new", iter(TEXTS), tokenizer) == len(expected)
+    stream = open_tokens(tmp_path / "new", tokenizer)
+    assert stream.dtype == dtype
+    np.testing.assert_array_equal(stream, expected)
+
+
+def test_nothing_is_overwritten_and_nothing_incomplete_is_read(tmp_path):
+    def cut_off():
+        yield "one"
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        write_tokens(tmp_path, cut_off(), BYTES)
+    with pytest.raises(TokensError, match="holds no complete tokens"):
+        open_tokens(tmp_path, BYTES)
+    write_tokens(tmp_path, TEXTS, BYTES)  # what was cut off is no result
+    with pytest.raises(TokensError, match="tokens.bin exists already"):
+        write_tokens(tmp_path, TEXTS, BYTES)
+    with pytest.raises(TokensError, match="vocab_size 257, but the tokenizer has 70001"):
+        open_tokens(tmp_path, WideTokenizer())
+    os.truncate(tmp_path / "tokens.bin", 8)
+    with pytest.raises(TokensError, match="tokens.bin has 4 tokens, by tokens.json 15"):
+        open_tokens(tmp_path, BYTES)
+    (tmp_path / "tokens.json").write_text("{}")
+    with pytest.raises(TokensError, match="holds no complete tokens: KeyError"):
+        open_tokens(tmp_path, BYTES)
+
+
+def test_documents_without_tokens(tmp_path):
+    with pytest.raises(ValueError, match=r"documents\[1\] has no tokens"):
+        write_tokens(tmp_path / "a", ["one", ""], BYTES)
+    with pytest.raises(ValueError, match="documents must hold at least one"):
+        write_tokens(tmp_path / "b", [], BYTES)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """A data set as tfds prepares it."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    class TinyTexts(tfds.core.GeneratorBasedBuilder):
+        __module__ = "__main__"  # elsewhere tfds looks for files beside the module
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict({"text": tfds.features.Text()})
+            )
+
+        def _split_generators(self, manager):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            yield from enumerate({"text": text} for text in TEXTS)
+
+    folder = tmp_path_factory.mktemp("tfds")
+    TinyTexts(data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder
+
+
+def test_texts_of_a_prepared_data_set(data_dir):
+    assert sorted(tfds_texts("tiny_texts", "train", data_dir=data_dir)) == sorted(TEXTS)
+    assert len(list(tfds_texts("tiny_texts", "train[:1]", data_dir=data_dir))) == 1
+
+
+@pytest.mark.parametrize(
+    "name, split, key, message",
+    [
+        ("tiny_texts", "test", "text", "has the splits train, got 'test'"),
+        ("tiny_texts", "train", "words", "has the keys text, got 'words'"),
+        ("no_such_texts", "train", "text", "'no_such_texts' is no data set of TensorFlow Datasets"),
+        ("lm1b", "train", "text", "prepare it with: tfds build lm1b --file_format=array_record"),
+    ],
+)
+def test_data_sets_that_are_not_there(data_dir, name, split, key, message):
+    with pytest.raises(TextError, match=message):
+        tfds_texts(name, split, data_dir=data_dir, key=key)
