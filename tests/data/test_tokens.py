@@ -6,10 +6,11 @@ import os
 import numpy as np
 import pytest
 
+from attnorm.data.__main__ import main
 from attnorm.data.packing import join
 from attnorm.data.text import TextError
 from attnorm.data.tfds_text import tfds_texts
-from attnorm.data.tokenizers import ByteTokenizer
+from attnorm.data.tokenizers import ByteTokenizer, PretrainedTokenizer
 from attnorm.data.tokens import TokensError, open_tokens, write_tokens
 
 TEXTS = ["one", "zwei", "três"]
@@ -103,3 +104,31 @@ def test_texts_of_a_prepared_data_set(data_dir):
 def test_data_sets_that_are_not_there(data_dir, name, split, key, message):
     with pytest.raises(TextError, match=message):
         tfds_texts(name, split, data_dir=data_dir, key=key)
+
+
+def test_command(tmp_path, capsys):
+    book = tmp_path / "book.txt"
+    book.write_text("one two two")
+    out = tmp_path / "out"
+    assert main(["--corpus", str(book), "--tokenizer", "bytes", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"12 tokens in {out}\n"
+    np.testing.assert_array_equal(open_tokens(out, BYTES), [256, *b"one two two"])
+    for corpus, tokenizer, message in [
+        (book, "bytes", "tokens.bin exists already"),
+        (tmp_path / "missing.txt", "bytes", "corpus must be one of"),
+        ("tfds:lm1b", "bytes", "such as tfds:lm1b:train"),
+        (book, "bpe:many", "bpe: and a whole number, got bpe:many"),
+    ]:
+        assert main(["--corpus", str(corpus), "--tokenizer", tokenizer, "--out", str(out)]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_command_fits_a_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("one two two two")
+    arguments = ["--corpus", str(tmp_path), "--tokenizer", "bpe:260", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    tokenizer = PretrainedTokenizer(tmp_path / "out")
+    stream = open_tokens(tmp_path / "out", tokenizer)
+    assert stream[0] == tokenizer.end_of_document
+    assert tokenizer.decode(stream[1:]) == "one two two two"

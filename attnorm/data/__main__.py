@@ -1,0 +1,84 @@
+"""Token folders from the command line: ``python -m attnorm.data --corpus CORPUS --tokenizer TOKENIZER --out DIR``."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from attnorm.data.text import TextError, load_corpus
+from attnorm.data.tfds_text import tfds_texts
+from attnorm.data.tokenizers import (
+    ByteTokenizer,
+    PretrainedTokenizer,
+    Tokenizer,
+    TokenizerError,
+    train_bpe,
+)
+from attnorm.data.tokens import TokensError, write_tokens
+
+_TFDS, _BPE = "tfds:", "bpe:"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m attnorm.data",
+        description="Writes a corpus as one stream of token ids, from which training reads rows of any length. "
+        "Nothing in DIR is overwritten.",
+    )
+    parser.add_argument(
+        "--corpus",
+        required=True,
+        help="python_source, python_manual, a text file, a folder of .txt files, or tfds:NAME:SPLIT, such as "
+        "tfds:lm1b:train",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        help="bytes; bpe:SIZE, fitted to the corpus and kept in DIR; or a folder with a tokenizer.json",
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder, made if missing")
+    options = parser.parse_args(arguments)
+    try:
+        texts = _texts(options.corpus)
+        tokenizer = _tokenizer(options.tokenizer, texts, options.out)
+        bar = tqdm(texts(), desc="documents", unit="", disable=None)
+        num_tokens = write_tokens(options.out, bar, tokenizer)
+    except (TextError, TokenizerError, TokensError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"error: {error}; install it with: pip install 'attnorm[analysis]'", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: cannot write {error.filename or options.out}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(f"{num_tokens:,} tokens in {options.out}")
+    return 0
+
+
+def _texts(corpus: str) -> Callable[[], Iterable[str]]:
+    """The texts, again at every call."""
+    if corpus.startswith(_TFDS):
+        name, colon, split = corpus.removeprefix(_TFDS).partition(":")
+        if not colon:
+            raise TextError(f"corpus must name a split, such as {_TFDS}{name}:train, got {corpus}")
+        return lambda: tfds_texts(name, split)
+    documents = load_corpus(corpus)
+    return documents.values
+
+
+def _tokenizer(name: str, texts: Callable[[], Iterable[str]], out: Path) -> Tokenizer:
+    if name == "bytes":
+        return ByteTokenizer()
+    if name.startswith(_BPE):
+        size = name.removeprefix(_BPE)
+        if not size.isdigit():
+            raise TokenizerError(f"tokenizer must be {_BPE} and a whole number, got {name}")
+        return train_bpe(texts(), int(size), out)
+    return PretrainedTokenizer(Path(name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
