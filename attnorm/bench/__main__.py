@@ -7,6 +7,7 @@ libtpu. Measured and counted figures are in different reports.
 """
 
 import argparse
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import jax
 
 from attnorm.bench import compile_only, cost, cycles, measured, plot, report, static_cycles, tpu_kernels
 from attnorm.bench.contenders import DEVICES, DTYPES, PASSES, PEERS, Case, default_contenders, is_installed
-from attnorm.bench.topology import LibtpuMissing
+from attnorm.bench.topology import LibtpuMissing, UnknownTopology
 from attnorm.normalizers import normalizer_names
 
 # Defaults, by way of measuring; an option that is not listed for a way is refused there.
@@ -53,12 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     try:
         result = _RUN[way](options)
+        if options.out:
+            report.write(result, options.out)
     except LibtpuMissing as error:
         parser.error(f"argument {way}: {error}")
+    except UnknownTopology as error:
+        parser.error(f"argument --topology: {error}")
     except measured.NoDevice as error:
         parser.error(f"argument --device: JAX finds no {options.device} here: {error}")
-    if options.out:
-        report.write(result, options.out)
+    finally:
+        for path in filter(None, (options.out, options.plot)):
+            if path.stat().st_size == 0:  # nothing came of it
+                path.unlink()
     failures = result.get("failures") or any(case["failures"] for case in result.get("cases", ()))
     return 1 if failures else 0
 
@@ -182,6 +189,8 @@ def _settle(parser, options) -> str:
         parser.error(f"argument --topology: a name such as v5e:2x2 is wanted, got {options.topology!r}")
     if way == _COST and (len(options.lengths) > 1 or len(options.dtypes) > 1):
         parser.error(f"argument --lengths, --dtypes: one of each is wanted with {way}")
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("argument --plot: needs matplotlib, which is not installed")
     for peer in options.peers or ():
         if peer not in DEVICES[options.device].peers:
             parser.error(f"argument --peers: {peer} does not run on {options.device}")

@@ -2,9 +2,10 @@
 
 The scalar unit decides which bundles come next: loops over the grid, skipped tiles, transfers. What it computes
 depends on shapes and on tables in scalar memory, which are known when a kernel is compiled, and nowhere on vectors,
-except where a kernel asks whether its data are ordinary (finite, of moderate size). Such a question reaches the
-scalar unit by ``spop``. It is answered as for inputs that are all zero, which are ordinary; so the paths for NaN and
-infinity are counted as never taken.
+with two exceptions, which reach it by ``spop``. Two cores that work together exchange a number, and halt if it is
+wrong. And our kernels ask whether their data are ordinary: finite and of moderate size. Every ``spop`` is answered
+as if all data were zero, and zeros are ordinary; so the paths for NaN and infinity count as never taken, and the
+question itself is counted.
 """
 
 from __future__ import annotations

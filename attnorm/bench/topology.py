@@ -13,7 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxlib._hlo import HloPrintOptions
 
 from attnorm.bench.hlo_tables import kernel_tables
 
@@ -24,7 +28,11 @@ _DUMP_FLAGS = (
 
 
 class LibtpuMissing(Exception):
-    """There is no libtpu here, or it was loaded before it could be told what to do."""
+    """There is no libtpu here."""
+
+
+class UnknownTopology(ValueError):
+    """libtpu knows no topology of this name."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,6 @@ class CompiledKernel:
 class CompiledProgram:
     kernels: list[CompiledKernel]
     memory: object  # of jax.stages.Compiled.memory_analysis
-    code_bytes: int
 
 
 def require_libtpu() -> Path:
@@ -63,17 +70,24 @@ def require_libtpu() -> Path:
     return Path(folder)
 
 
+def one_chip(topology: str) -> Mesh:
+    """A mesh of the first chip of a topology such as ``v5e:2x2``.
+
+    Raises:
+      UnknownTopology: with what libtpu says.
+    """
+    require_libtpu()
+    try:
+        description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except jax.errors.JaxRuntimeError as error:
+        raise UnknownTopology(str(error)) from error
+    return Mesh(np.array(description.devices[:1]), ("one",), axis_types=(AxisType.Auto,))
+
+
 def compile_for(topology: str, function: Callable, arguments: Sequence) -> CompiledProgram:
-    """Compiles a function of ``jax.ShapeDtypeStruct``s for one chip of a topology such as ``v5e:2x2``."""
+    """Compiles a function of ``jax.ShapeDtypeStruct``s for one chip of a topology."""
     folder = require_libtpu()
-
-    import jax
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-    from jaxlib._hlo import HloPrintOptions
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = Mesh(np.array(devices[:1]), ("one",), axis_types=(AxisType.Auto,))
+    mesh = one_chip(topology)
     for path in folder.iterdir():
         path.unlink()
     # The kernels choose their blocks for the chip that the mesh names.
@@ -89,8 +103,7 @@ def compile_for(topology: str, function: Callable, arguments: Sequence) -> Compi
         CompiledKernel(name, _dump(folder, name, "final_bundles"), _vmem_bytes(folder, name), tables)
         for name, tables in kernel_tables(module.to_string(options)).items()
     ]
-    memory = compiled.memory_analysis()
-    return CompiledProgram(kernels, memory, memory.generated_code_size_in_bytes)
+    return CompiledProgram(kernels, compiled.memory_analysis())
 
 
 def _dump(folder, kernel, what):

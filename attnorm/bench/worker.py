@@ -10,6 +10,7 @@ It reads a line of JSON from its input, ``{"command": .., "name": ..}``, and ans
 import contextlib
 import ctypes
 import functools
+import importlib.metadata
 import json
 import math
 import os
@@ -116,9 +117,7 @@ def _load(name: str) -> dict[str, str]:
     jnp.matmul(jnp.ones((512, 512)), jnp.ones((512, 512))).block_until_ready()
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     if name == "tokamax":
-        import tokamax
-
-        versions["tokamax"] = tokamax.__version__
+        versions[name] = importlib.metadata.version(name)
     return versions
 
 

@@ -287,6 +287,7 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
     assert "torch" not in contenders.default_contenders("cpu", ["l2"])
     for arguments, message in {
         ("--peers", "torch"): "--peers: torch is not installed",
+        ("--plot", "times.png"): "--plot: needs matplotlib, which is not installed",
         ("--static-cycles", "v5e"): "--static-cycles: needs libtpu, which is not installed: pip install",
         ("--compile-only", "--topology", "v5e:2x2"): "--compile-only: needs libtpu, which is not installed",
     }.items():
@@ -295,13 +296,14 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
         assert message in capsys.readouterr().err
 
 
-def test_a_device_that_is_not_here_is_named(capsys, monkeypatch):
+def test_a_device_that_is_not_here_is_named(capsys, monkeypatch, tmp_path):
     answer = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no such backend")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
     with pytest.raises(SystemExit, match="2"):
-        main(["--device", "gpu"])
+        main(["--device", "gpu", "--out", str(tmp_path / "gpu.json")])
     message = "--device: JAX finds no gpu here: RuntimeError: no such backend"
     assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_existing_files_are_not_overwritten(tmp_path, capsys):
