@@ -23,11 +23,11 @@ from attnorm import _compat
 from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
-from attnorm.normalizers.rule import Normalizer, Partial, prepared
+from attnorm.normalizers.rule import Normalizer, Partial, combined, prepared
 from attnorm.places import tile_place
 from attnorm.tiling import even_block
 
-SERVES = frozenset({"map", "position", "count", "distance", "erf"})
+SERVES = frozenset({"map", "position", "count", "distance", "numerators", "erf"})
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,10 @@ def _attend_forward(static, query, key, value, bias, normalizer, visibility, dro
     output, log_norm = _finish(static, state, normalizer, query.dtype)
     output = checkpoint_name(output, "attnorm_output")
     rows = checkpoint_name((state.m, state.stats), "attnorm_row_state")
-    residuals = (query, key, value, bias, normalizer, visibility, dropout, output, rows)
+    sums = output
+    if "numerators" in normalizer.needs:  # else the output and the row factor tell the one sum
+        sums = checkpoint_name(state.accumulator, "attnorm_sums")
+    residuals = (query, key, value, bias, normalizer, visibility, dropout, sums, rows)
     return (output, log_norm), residuals
 
 
@@ -186,25 +189,25 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
             if masked:
                 visible = _grouped(padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
             s, _ = prepared(rule, s, visible, places(i, j))
-            m = jnp.maximum(state.m, jnp.max(s, axis=-1, keepdims=True)) if rule.uses_max else state.m
+            m = rule.next_reference(state.m, s)
             f, stats = rule.terms(s, m)
-            factor, factors = rule.rescale(state.m, m)
+            sums, old = rule.carry(state.accumulator, state.stats, state.m, m)
             stats = tuple(
-                old * r + jnp.sum(h, axis=-1, keepdims=True)
-                for old, r, h in zip(state.stats, factors, stats, strict=True)
+                h + jnp.sum(more, axis=-1, keepdims=True) for h, more in zip(old, stats, strict=True)
             )
-            if dropout is not None:
-                f = f * _dropout_tile(dropout, sizes, i, j, dtype)
-            accumulator = state.accumulator * factor + _dot(
-                "bkij,bkjh->bkih",
-                f.reshape(sizes.B, sizes.K, sizes.G * sizes.bq, sizes.bk),
-                finite_or_zero(v) if masked else v,
-                static,
-            ).reshape(state.accumulator.shape)
+            kept = None if dropout is None else _dropout_tile(dropout, sizes, i, j, dtype)
             if masked:
                 sees_marked = visible & has_nonfinite(v)[:, :, None, None, :]
-                accumulator += nan_where(jnp.any(sees_marked, axis=-1, keepdims=True), dtype)
-            return Partial(accumulator, m, stats)
+                mark = nan_where(jnp.any(sees_marked, axis=-1, keepdims=True), dtype)
+
+            def add(total, f):
+                f = f if kept is None else f * kept
+                f = f.reshape(sizes.B, sizes.K, sizes.G * sizes.bq, sizes.bk)
+                product = _dot("bkij,bkjh->bkih", f, finite_or_zero(v) if masked else v, static)
+                total = total + product.reshape(total.shape)
+                return total + mark if masked else total
+
+            return Partial(jax.tree.map(add, sums, f), m, stats)
 
         return _loop(
             padded.key_spans(i * sizes.bq, sizes.bq, sizes.bk, sizes.nk),
@@ -221,7 +224,7 @@ def _attend_backward(static, residuals, cotangents):
     Tiles are transposed (keys × queries), because CPUs multiply slowly by a transposed left side: so dv and dk
     need no transpose, and dq is accumulated transposed from keys transposed once.
     """
-    query, key, value, bias, normalizer, visibility, dropout, output, (m, stats) = residuals
+    query, key, value, bias, normalizer, visibility, dropout, sums, (m, stats) = residuals
     d_output, d_log_norm = cotangents
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
@@ -234,11 +237,15 @@ def _attend_backward(static, residuals, cotangents):
     # A row that saw no key has no gradient, not even that of a NaN cotangent.
     sees_nothing = functools.reduce(jnp.logical_and, [h == 0 for h in stats])
     d_outputs = jnp.where(sees_nothing, 0, _query_tiles(sizes, d_output.astype(dtype)))
-    delta = jnp.sum(d_outputs * _query_tiles(sizes, output.astype(dtype)), axis=-1, keepdims=True)
     factor, pull_factor = jax.vjp(
         lambda stats, rule: _over_rows(rule, sizes).finalize(stats, m), stats, normalizer
     )
-    d_stats, d_normalizer = pull_factor(delta / jnp.where(factor == 0, 1, factor))
+    if isinstance(factor, tuple):
+        delta = tuple(jnp.sum(d_outputs * own, axis=-1, keepdims=True) for own in sums)
+    else:
+        delta = jnp.sum(d_outputs * _query_tiles(sizes, sums.astype(dtype)), axis=-1, keepdims=True)
+        delta = delta / jnp.where(factor == 0, 1, factor)
+    d_stats, d_normalizer = pull_factor(delta)
     if d_log_norm is not None:
         _, pull_log_norm = jax.vjp(
             lambda stats, rule: _over_rows(rule, sizes).log_norm(stats, m), stats, normalizer
@@ -246,12 +253,16 @@ def _attend_backward(static, residuals, cotangents):
         more = pull_log_norm(_query_tiles(sizes, d_log_norm.astype(dtype)[..., None]))
         d_stats, d_normalizer = jax.tree.map(jnp.add, (d_stats, d_normalizer), more)
     # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
-    d_outputs = jnp.where(jnp.isnan(factor), 0, d_outputs * factor)
+    if isinstance(factor, tuple):
+        d_outputs = jnp.where(jnp.isnan(sum(factor)), 0, d_outputs)
+    else:
+        d_outputs = jnp.where(jnp.isnan(factor), 0, d_outputs * factor)
 
     keys, values = _key_tiles(sizes, key.astype(dtype)), _key_tiles(sizes, value.astype(dtype))
     finite_queries = finite_or_zero(queries)
     finite_keys_transposed = jnp.swapaxes(finite_or_zero(keys), -1, -2)
-    m, d_stats = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 3), (m, d_stats))  # (nq, B, K, 1, G, bq)
+    # (nq, B, K, 1, G, bq)
+    m, d_stats, factor = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 3), (m, d_stats, factor))
     rule = _over_rows(normalizer, sizes, transposed=True)
     flat = (sizes.B, sizes.K, sizes.bk, sizes.G * sizes.bq)
 
@@ -285,7 +296,10 @@ def _attend_backward(static, residuals, cotangents):
             def terms(s, rule):
                 if "map" in rule.needs:  # else there is nothing to differentiate here
                     s, _ = prepared(rule, s, visible, place)
-                return rule.terms(s, m[i])
+                f, stats = rule.terms(s, jax.tree.map(lambda x: x[i], m))
+                if isinstance(f, tuple):  # weights, since no one factor could be put into d_outputs
+                    f = combined(f, tuple(g[i] for g in factor))
+                return f, stats
 
             # Parameters are spread over the tile, so that the gradient of a hidden pair can be dropped.
             spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), rule)
@@ -443,12 +457,11 @@ def _dropout_tile(dropout, sizes, i, j, dtype):
 
 def _empty_state(rule, sizes, like, dtype):
     rows = (sizes.B, sizes.K, sizes.G, sizes.bq)
-    m = jnp.broadcast_to(jnp.asarray(rule.start(float(jnp.finfo(dtype).min)), dtype), (*rows, 1))
-    _, stats = jax.eval_shape(rule.terms, m, m)
-    state = Partial(
-        jnp.zeros((*rows, like.shape[-1]), dtype), m, tuple(jnp.zeros((*rows, 1), dtype) for _ in stats)
-    )
-    return _compat.vary_like(state, like)
+    start = rule.start(float(jnp.finfo(dtype).min))
+    m = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x, dtype), (*rows, 1)), start)
+    f, stats = jax.eval_shape(rule.terms, jnp.zeros((*rows, 1), dtype), m)
+    sums = jax.tree.map(lambda _: jnp.zeros((*rows, like.shape[-1]), dtype), f)
+    return _compat.vary_like(Partial(sums, m, tuple(jnp.zeros((*rows, 1), dtype) for _ in stats)), like)
 
 
 def _loop(spans, body, carry):

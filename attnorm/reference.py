@@ -12,7 +12,7 @@ from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer, evaluate
 from attnorm.places import dense_place
 
-SERVES = frozenset({"map", "position", "count", "distance", "rows", "erf", "level"})
+SERVES = frozenset({"map", "position", "count", "distance", "rows", "numerators", "erf", "level"})
 
 
 def weights(

@@ -8,28 +8,39 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from attnorm.normalizers.lp import Lp
-from attnorm.normalizers.rule import Normalizer, Place, checked_parameter, evaluate
+from attnorm.normalizers.rule import Normalizer, checked_parameter, of_weighted
 
 
 @dataclass(frozen=True, eq=False)
 class Affine(Normalizer):
-    """:func:`affine` adds the same to every key, a second sum of values that no other rule has."""
+    """The rule: f = exp(s - m) and 1, and the statistics are their sums."""
 
     alpha: float | Array = 1.0
     alpha_ma: float | Array = 1.0
 
-    needs = frozenset({"rows"})
+    needs = frozenset({"numerators"})
 
     def __post_init__(self):
         for name in ("alpha", "alpha_ma"):
             value = checked_parameter(name, getattr(self, name), "finite", lambda x: abs(x) < math.inf)
             object.__setattr__(self, name, value)
 
-    def row_weights(self, s, visible, place, axis):
-        weights, _ = evaluate(Lp(1.0), s, visible, Place(), axis)
-        n = jnp.maximum(jnp.sum(visible, axis, keepdims=True), 1)
-        return self.alpha * weights + (self.alpha_ma - self.alpha) / n
+    def terms(self, s, m):
+        def of_finite(s):
+            f = jnp.exp(s - m), jnp.ones_like(s)
+            return f, f
+
+        return of_weighted(of_finite, s)
+
+    def carry(self, sums, stats, m_old, m_new):
+        factor = jnp.exp(m_old - m_new)
+        return (sums[0] * factor, sums[1]), (stats[0] * factor, stats[1])
+
+    def finalize(self, stats, m):
+        empty = stats[1] == 0
+        total, n = (jnp.where(empty, 1, x) for x in stats)
+        factors = self.alpha / total, (self.alpha_ma - self.alpha) / n
+        return tuple(jnp.where(empty, 0, g) for g in factors)
 
 
 def affine(
@@ -41,8 +52,6 @@ def affine(
     where: Bool[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Affine softmax: ``α softmax(s)_j + (α_ma - α) / n``, n the number of keys. Signed; rows sum to α_ma.
-
-    Dense only.
 
     Args:
       logits: floating point, any shape.

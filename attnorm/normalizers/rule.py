@@ -16,6 +16,7 @@ at once. Every implementation says which of these it serves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -119,6 +120,8 @@ class Normalizer:
     #   "map"        ``map_logits`` is applied first, before the maximum
     #   "position", "count", "distance"    parts of Place that the map is given
     #   "rows"       all logits of a row at once: ``row_weights`` replaces the three functions
+    #   "numerators" several numerators: ``terms`` gives a tuple of them and ``finalize`` as many factors, and the
+    #                weights are the sum of their products; or a reference m of its own
     #   "erf"        the error function in its terms, which compilers for kernels may lack
     #   "level"      several passes over the keys, to solve for a level of each row (normalizers/tsallis.py)
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -154,6 +157,17 @@ class Normalizer:
         """The reference m of a row before its first key: a finite floor, so that no inf - inf can arise."""
         return floor
 
+    def next_reference(self, m: Array, s: Array, axis: int = -1) -> Array:
+        """The reference after more logits of a row: the larger one of m and their maximum."""
+        if not self.uses_max:
+            return m
+        initial = None if s.shape[axis] else -jnp.inf
+        return jnp.maximum(m, jnp.max(s, axis=axis, keepdims=True, initial=initial))
+
+    def merged_reference(self, m: Array, other: Array) -> Array:
+        """The reference of two parts of a row."""
+        return jnp.maximum(m, other)
+
     def rescale(self, m_old: Array, m_new: Array) -> tuple[Array, tuple[Array, ...]]:
         """Factors that carry the numerator and the statistics from one reference to a larger one.
 
@@ -164,6 +178,13 @@ class Normalizer:
             return self.terms(m_old, m_new)
         one = jnp.ones_like(m_old)
         return one, (one,) * len(jax.eval_shape(self.terms, m_old, m_new)[1])
+
+    def carry(
+        self, sums: Array, stats: tuple[Array, ...], m_old: Array, m_new: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """``Σ f v`` and the statistics of a row, carried from one reference to another."""
+        factor, factors = self.rescale(m_old, m_new)
+        return sums * factor, tuple(h * r for h, r in zip(stats, factors, strict=True))
 
     # Dense weights.
 
@@ -294,17 +315,19 @@ def evaluate(
     s, visible = prepared(normalizer, s, visible, place)
     if "rows" in normalizer.needs:
         return jnp.where(visible, normalizer.row_weights(s, visible, place, axis), 0), None
-    m = jnp.zeros((), s.dtype)
-    if normalizer.uses_max:
-        floor = float(jnp.finfo(s.dtype).min)
-        m = jnp.max(s, axis=axis, keepdims=True, initial=-jnp.inf)
-        m = jax.lax.stop_gradient(jnp.maximum(m, normalizer.start(floor)))
+    start = jax.tree.map(lambda m: jnp.asarray(m, s.dtype), normalizer.start(float(jnp.finfo(s.dtype).min)))
+    m = jax.lax.stop_gradient(normalizer.next_reference(start, s, axis))
     f, stats = normalizer.terms(s, m)
     if visible is not None:
-        f = jnp.where(visible, f, 0)
-        stats = tuple(jnp.where(visible, h, 0) for h in stats)
+        f, stats = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, stats))
     stats = tuple(jnp.sum(h, axis=axis, keepdims=True) for h in stats)
-    return f * normalizer.finalize(stats, m), normalizer.log_norm(stats, m)
+    return combined(f, normalizer.finalize(stats, m)), normalizer.log_norm(stats, m)
+
+
+def combined(numerators: Array | tuple[Array, ...], factors: Array | tuple[Array, ...]) -> Array:
+    """The weights, or their sums: ``Σ_c g_c f_c``, mostly of one numerator."""
+    products = jax.tree.map(jnp.multiply, numerators, factors)
+    return functools.reduce(jnp.add, jax.tree.leaves(products))
 
 
 @jax.tree_util.register_dataclass
@@ -312,7 +335,7 @@ def evaluate(
 class Partial:
     """Attention over some of the keys: ``Σ f v``, the reference m, and the statistics of each row.
 
-    ``accumulator`` has shape (..., Hv), ``m`` and every statistic shape (..., 1).
+    ``accumulator`` has shape (..., Hv), one for each numerator; ``m`` and every statistic have shape (..., 1).
     """
 
     accumulator: Array
@@ -321,18 +344,13 @@ class Partial:
 
     def finalize(self, normalizer: Normalizer) -> tuple[Array, Array | None]:
         """The attention output (..., Hv) and its log-norm (..., 1)."""
-        return self.accumulator * normalizer.finalize(self.stats, self.m), normalizer.log_norm(
-            self.stats, self.m
-        )
+        factor = normalizer.finalize(self.stats, self.m)
+        return combined(self.accumulator, factor), normalizer.log_norm(self.stats, self.m)
 
 
 def merge(normalizer: Normalizer, a: Partial, b: Partial) -> Partial:
     """The partial result over the union of two disjoint key sets; exact and associative."""
-    m = jnp.maximum(a.m, b.m)
-    factor_a, factors_a = normalizer.rescale(a.m, m)
-    factor_b, factors_b = normalizer.rescale(b.m, m)
-    stats = tuple(
-        h_a * r_a + h_b * r_b
-        for h_a, r_a, h_b, r_b in zip(a.stats, factors_a, b.stats, factors_b, strict=True)
-    )
-    return Partial(a.accumulator * factor_a + b.accumulator * factor_b, m, stats)
+    m = normalizer.merged_reference(a.m, b.m)
+    carried = (normalizer.carry(part.accumulator, part.stats, part.m, m) for part in (a, b))
+    accumulator, stats = jax.tree.map(jnp.add, *carried)
+    return Partial(accumulator, m, stats)
