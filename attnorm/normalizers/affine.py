@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.rule import Normalizer, checked_parameter, of_weighted
 
 
@@ -18,6 +19,7 @@ class Affine(Normalizer):
     alpha: float | Array = 1.0
     alpha_ma: float | Array = 1.0
 
+    learned = {"alpha": Learned(1.0), "alpha_ma": Learned(1.0)}
     needs = frozenset({"numerators"})
 
     def __post_init__(self):

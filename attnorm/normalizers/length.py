@@ -89,6 +89,7 @@ class Critical(MappedSoftmax):
 
     gamma: float | Array = 1.0
 
+    learned = {"gamma": Learned(1.0)}
     needs = frozenset({"map", "count"})
 
     def __post_init__(self):
@@ -151,6 +152,7 @@ class ALiBi(MappedSoftmax):
 
     slope: float | Array = 0.5
 
+    learned = {"slope": Learned(0.5, low=0.0)}
     needs = frozenset({"map", "distance"})
 
     def __post_init__(self):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.rule import Normalizer, checked_parameter, of_weighted
 
 
@@ -23,6 +24,7 @@ class NAP(Normalizer):
     bias: float | Array = 0.0
     eps: float | Array = 1e-5
 
+    learned = {"gain": Learned(1.0), "bias": Learned(0.0)}
     needs = frozenset({"numerators"})
 
     def __post_init__(self):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.pointwise import Pointwise
 from attnorm.normalizers.rule import checked_parameter, static_field
 
@@ -39,6 +40,8 @@ class ReLUFormer(Pointwise):
     """The rule of :func:`reluformer`."""
 
     gamma: float | Array = 1.0
+
+    learned = {"gamma": Learned(1.0, low=0.0)}
 
     def __post_init__(self):
         wanted = "positive"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.pointwise import Pointwise
 from attnorm.normalizers.rule import Normalizer, checked_parameter
 
@@ -18,6 +19,8 @@ class Sigmoid(Pointwise):
     """The rule of :func:`sigmoid` for a given bias."""
 
     b: float | Array
+
+    learned = {"b": Learned(0.0)}
 
     def __post_init__(self):
         b = checked_parameter("b", self.b, "finite", lambda b: abs(b) < math.inf)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.pointwise import Pointwise
 from attnorm.normalizers.rule import checked_parameter
 
@@ -20,6 +21,7 @@ class ThresholdRectified(Pointwise):
     beta: float | Array = 1.0
     d: float | Array = 64.0
 
+    learned = {"beta": Learned(1.0)}
     needs = frozenset({"map", "count"})
 
     def __post_init__(self):
