@@ -84,7 +84,8 @@ def dot_product_attention(
       dropout_rate: probability in [0, 1) that a normalised weight is dropped; those kept are scaled up.
       dropout_rng: a PRNG key, required where the rate is positive.
       precision: of the matrix products, as in ``jax.lax.dot_general``.
-      return_log_norm: also return λ, with weights ``exp(s - λ)``; differentiable.
+      return_log_norm: also return λ, with weights ``exp(s - λ)``; differentiable. Where the normaliser scales or
+        shifts its logits s, they are those after that; where its weights have no such form, it is refused.
       return_residual: only False; ``jax.nn``'s logsumexp is ``return_log_norm`` with ``normalizer="softmax"``.
       implementation: ``"reference"`` (dense, any order of differentiation), ``"chunked"`` (O(T + S) memory, reverse
         mode), ``"pallas_tpu"`` (fused, reverse mode, no dropout, no float64; :class:`attnorm.kernels.Config`),

@@ -42,7 +42,7 @@ def polynomial(
 
     Args:
       logits: floating point, any shape.
-      k: a whole number from 1 to 8. At logits of 1e4 float32 holds k <= 8, and its gradients of sums k <= 7.
+      k: a whole number from 1 to 8; float32 holds all of these at logits of 1e4.
       axis: the axis of the keys.
       where: boolean, broadcasts to the logits; keys where it is False are as if removed, and not counted.
 

@@ -88,6 +88,12 @@ def test_general_is_finite_at_large_logits_up_to_the_documented_norm(F):
         np.testing.assert_allclose(np.sum(np.abs(weights) ** p), 1, rtol=1e-5)
 
 
+def test_every_power_is_finite_at_large_logits():
+    for k in range(1, 9):
+        weights, pull = jax.vjp(lambda s, k=k: attnorm.polynomial(s, k=k), jnp.array([-1e4, 0.0, 1e4]))
+        assert np.isfinite(weights).all() and np.isfinite(pull(jnp.ones(3))[0]).all()
+
+
 def test_general_beyond_float32_is_not_finite_as_documented():
     """At p = 5 the sum of |1e8|^p leaves float32, and the weights of its inverse root are 0."""
     assert not attnorm.general(jnp.array([1e4, 1e4]), F="one_plus_square", p=5.0).any()
