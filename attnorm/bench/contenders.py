@@ -183,7 +183,9 @@ def _jax_attention(name, case):
         return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
     if name == "tokamax":
         import tokamax
+        from absl import flags
 
+        flags.FLAGS.mark_as_parsed()  # it reads flags of its own, which no command line sets here
         return functools.partial(tokamax.dot_product_attention, is_causal=True)
     if name == "splash":
         return _splash(case)

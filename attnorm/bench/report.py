@@ -30,7 +30,7 @@ class Bar:
 
     def __str__(self):
         verdict = "pass" if self.passed else "FAIL"
-        return f"{verdict}  {self.text}: {self.value:.2f}, at {'least' if self.at_least else 'most'} {self.limit:g}"
+        return f"{verdict}  {self.text}: {self.value:.3f}, at {'least' if self.at_least else 'most'} {self.limit:g}"
 
 
 def new_report(kind: str, **settings) -> dict:

@@ -58,7 +58,7 @@ def test_tables_and_figure_of_a_report(tmp_path):
     text = static_cycles.text(json.loads(json.dumps(result)))
     row = next(line for line in text.splitlines() if line.startswith("  lp, p per head"))
     assert row.split()[4:] == ["512", "0", "0", "0", "0", "50%", "1.0", "7"]
-    assert "FAIL  v5e forward, l2 / splash: 1.50, at most 1" in text
+    assert "FAIL  v5e forward, l2 / splash: 1.500, at most 1" in text
     assert text.endswith("failed: v5e, blocks of 512, matmul: why")
     pytest.importorskip("matplotlib")
     plot.cycles(result, tmp_path / "cycles.png")
