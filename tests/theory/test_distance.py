@@ -101,7 +101,7 @@ def test_identical_vectors_attain_the_bound():
 
 def test_the_form_with_a_square_root_fails():
     violations = np.mean([got["distance"] > got["paper"] * 1.01 for got in list(results().values())[1:-1]])
-    assert violations > 0.1
+    assert violations > 0.3
     # The example of the docstring, in numbers of its own: 1000 identical vectors, 10 of them selected.
     weights, x = jnp.full(1000, 1e-3), jnp.ones((1000, 1))
     selected = jnp.arange(1000) < 10

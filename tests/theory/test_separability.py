@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnorm import theory
+from attnorm import lp, theory
 
 KEYS = 9
 SIGNS = np.where((np.arange(2**KEYS)[:, None] >> np.arange(KEYS)) % 2 == 1, 1.0, -1.0)
@@ -195,3 +195,14 @@ def test_coverage_of_heads():
 def test_arguments_outside_their_range_are_named(call, name):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         call(jnp.full(3, 1 / 3))
+
+
+def test_another_norm_of_the_weights_selects_alike():
+    """L_p weights are softmax's times one number per row, so all distances scale and no comparison changes."""
+    rng = np.random.default_rng(5)
+    s, x = rng.normal(size=(200, 10)) * 2, rng.normal(size=(200, 10, 3))
+    of = jax.jit(jax.vmap(theory.retrieval, (0, 0, None)))
+    softmax = of(lp(s, p=1), x, jnp.arange(10) < 3)
+    for p in (2, 4):
+        np.testing.assert_allclose(of(lp(s, p=p), x, jnp.arange(10) < 3), softmax, rtol=1e-12)
+    assert 0.1 < float(softmax.recall.mean()) < 0.9
