@@ -106,9 +106,9 @@ class Leveled(Normalizer):
         power = round(1 / (alpha - 1))
         if abs(power * (alpha - 1) - 1) > 1e-12 or power > 4:
             return _general_terms(x, alpha - 1)
-        inside = y > 0
-        y = jnp.where(inside, y, 0)
-        powers = [inside.astype(y.dtype)]
+        outside = y <= 0  # not so for NaN, which must show in the weights
+        y = jnp.where(outside, 0, y)
+        powers = [jnp.where(outside, 0, jnp.ones_like(y))]
         for _ in range(power):
             powers.append(powers[-1] * y if len(powers) > 1 else y)
         return powers[power], powers[power - 1], powers[power - 2] if power > 1 else jnp.zeros_like(y)
@@ -218,11 +218,11 @@ class Leveled(Normalizer):
 def _general_terms(x, a):
     """e, e^(1-a), e^(1-2a) for x <= 0 and any a, also 0, with exact slopes in both."""
     y = 1 + a * x
-    inside = y > 0
-    x = jnp.where(inside, x, 0)
-    y = jnp.where(inside, y, 1)
+    outside = y <= 0
+    x = jnp.where(outside, 0, x)
+    y = jnp.where(outside, 1, y)
     log_e = x * _log1p_ratio(a * x) if is_array(a) else jnp.log1p(a * x) / a
-    e = jnp.where(inside, jnp.exp(log_e), 0)
+    e = jnp.where(outside, 0, jnp.exp(log_e))
     return e, e / y, e / y**2
 
 
