@@ -106,27 +106,34 @@ _SPEED_OVER_TORCH = {
 }
 _SPEED_OVER_JAX, _JAX_FROM_LENGTH = 4.5, 2048
 _MEMORY_OVER_TORCH = 2.0
-_BAR_LENGTHS = range(1024, 8192 + 1)
+_CPU_LENGTHS = range(1024, 8192 + 1)
+# On GPU.
+_SPEED_OVER_CUDNN = 0.9
 
 
 def bars(cases: Sequence[dict]) -> list[report.Bar]:
-    """What must hold on CPU, in the cases where both sides were measured."""
+    """What is to hold, in the cases where both sides were measured."""
     result = []
     for case in cases:
-        ours = case["results"].get("chunked l2")
-        if case["device"] != "cpu" or ours is None or case["length"] not in _BAR_LENGTHS:
+        name = {"cpu": "chunked l2", "gpu": "pallas_gpu l2"}.get(case["device"])
+        if name not in case["results"]:
             continue
-        label = f"{case['direction']} {case['dtype']} {case['length']}, l2"
-        speed = case["speed_over"]["chunked l2"]
-        if "torch" in speed:
-            limit = _SPEED_OVER_TORCH[case["dtype"], case["direction"]]
-            result.append(report.Bar(f"{label} speed ÷ torch", speed["torch"], limit, at_least=True))
-        if "jax.nn" in speed and case["length"] >= _JAX_FROM_LENGTH:
-            result.append(
-                report.Bar(f"{label} speed ÷ jax.nn", speed["jax.nn"], _SPEED_OVER_JAX, at_least=True)
-            )
-        if "torch" in speed and case["direction"] == "forward_backward":
-            theirs = case["results"]["torch"]["peak_extra_bytes"]
-            ratio = ours["peak_extra_bytes"] / max(theirs, 1)
-            result.append(report.Bar(f"{label} memory ÷ torch", ratio, _MEMORY_OVER_TORCH))
+        label = f"{case['direction']} {case['dtype']} {case['length']}, {name}"
+        speed, length = case["speed_over"][name], case["length"]
+
+        def at_least(peer, limit, label=label, speed=speed):
+            if peer in speed:
+                result.append(report.Bar(f"{label} speed ÷ {peer}", speed[peer], limit, at_least=True))
+
+        if case["device"] == "gpu":
+            at_least("cudnn", _SPEED_OVER_CUDNN)
+        elif length in _CPU_LENGTHS:
+            at_least("torch", _SPEED_OVER_TORCH[case["dtype"], case["direction"]])
+            if length >= _JAX_FROM_LENGTH:
+                at_least("jax.nn", _SPEED_OVER_JAX)
+            if "torch" in speed and case["direction"] == "forward_backward":
+                ours, theirs = (case["results"][x]["peak_extra_bytes"] for x in (name, "torch"))
+                result.append(
+                    report.Bar(f"{label} memory ÷ torch", ours / max(theirs, 1), _MEMORY_OVER_TORCH)
+                )
     return result

@@ -128,6 +128,15 @@ def test_bars_of_cpu(case, passed):
     assert [str(bar).split()[0] == "pass" for bar in bars] == passed
 
 
+@pytest.mark.parametrize("speed, passed", [(0.9, True), (0.89, False)])
+def test_bar_of_gpu(speed, passed):
+    speeds = {"pallas_gpu l2": {"cudnn": speed}}
+    case = dict(
+        device="gpu", length=64, dtype="bfloat16", direction="forward", results=speeds, speed_over=speeds
+    )
+    assert [bar.passed for bar in measured.bars([case])] == [passed]
+
+
 def test_peak_memory_grows_with_what_a_contender_stores():
     """The dense attention holds 8 matrices of 600 x 600 at least."""
     case = Case("cpu", 600, "float32", "forward")
