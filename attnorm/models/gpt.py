@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from attnorm import output_norms
 from attnorm.models.positions import (
     ROPE_SCALINGS,
     rope_frequencies,
@@ -25,10 +27,17 @@ AttentionFn = Callable[..., Float[Array, "B T N H"]]
 NORMS = ("layer", "rms")
 MLPS = ("gelu", "relu2", "swiglu")
 POSITIONS = ("learned", "rope", "alibi", "none")
-OUTPUT_NORMS = ("none", "head_layer", "head_rms", "global_layer")
+# Functions of (output, eps), and the eps that 0 stands for: AVnorm.
+_OUTPUT_NORMS = {
+    "head_layer": (output_norms.head_layer, 1e-5),
+    "head_rms": (output_norms.head_rms, 1e-6),
+    "global_layer": (output_norms.global_layer, 1e-5),
+}
+OUTPUT_NORMS = ("none", *_OUTPUT_NORMS)
 DTYPES = ("float32", "bfloat16")
 
 _INIT_STD = 0.02
+_QK_NORM_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +140,7 @@ class GPTConfig:
 class SelfAttention(nnx.Module):
     """Queries, keys and values of x, attention by the caller's function, and what follows it."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, learned: Mapping[str, float], *, rngs: nnx.Rngs):
         self.config = config
         width = config.num_heads * config.head_size
         kv_width = config.kv_heads * config.head_size
@@ -140,6 +149,9 @@ class SelfAttention(nnx.Module):
         self.value = _linear(config, config.features, kv_width, rngs)
         self.gate = _linear(config, config.features, config.num_heads, rngs) if config.head_gate else None
         self.project = _linear(config, width, config.features, rngs, is_residual=True)
+        self.learned = nnx.Dict(
+            {name: nnx.Param(jnp.full(config.num_heads, start)) for name, start in learned.items()}
+        )
 
     def __call__(
         self, x: Float[Array, "B T D"], attention_fn: AttentionFn, positions: Int[Array, "B T"]
@@ -150,7 +162,7 @@ class SelfAttention(nnx.Module):
             for linear in (self.query, self.key, self.value)
         )
         if config.qk_norm:
-            query, key = _rms_norm(query, 1e-6), _rms_norm(key, 1e-6)
+            query, key = _rms_norm(query), _rms_norm(key)
         scale = config.attention_scale or config.head_size**-0.5
         if config.position == "rope":
             query, key = self._rotated(query, positions), self._rotated(key, positions)
@@ -158,12 +170,15 @@ class SelfAttention(nnx.Module):
                 scale *= yarn_logit_factor(config.rope_factor)
         elif config.position == "alibi":
             query, key = with_alibi(query, key, positions, scale)
+        learned = {"learned": {name: x[...] for name, x in self.learned.items()}} if self.learned else {}
         out_BxTxNxH = attention_fn(
-            query, key, value, scale=scale, logits_soft_cap=config.attention_soft_cap or None
+            query, key, value, scale=scale, logits_soft_cap=config.attention_soft_cap or None, **learned
         )
-        out_BxTxNxH = output_norm(out_BxTxNxH, config.output_norm, config.output_norm_eps)
+        if config.output_norm != "none":
+            norm, eps = _OUTPUT_NORMS[config.output_norm]
+            out_BxTxNxH = norm(out_BxTxNxH, eps=config.output_norm_eps or eps)
         if self.gate is not None:
-            out_BxTxNxH = out_BxTxNxH * jax.nn.sigmoid(self.gate(x))[..., None]
+            out_BxTxNxH = output_norms.gated(out_BxTxNxH, self.gate(x)[..., None])
         return self.project(out_BxTxNxH.reshape(*x.shape[:2], -1))
 
     def _rotated(self, x, positions):
@@ -202,9 +217,9 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, learned: Mapping[str, float], *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, rngs)
-        self.attention = SelfAttention(config, rngs=rngs)
+        self.attention = SelfAttention(config, learned, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -218,6 +233,12 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Predicts the next token at each position.
 
+    Args:
+      config: everything but the attention function.
+      learned: numbers that every head of every layer learns for its attention function, such as those of a
+        normaliser's parameters (:class:`attnorm.normalizers.learned.Learned`), by name, and where they start.
+      rngs: with a "params" stream.
+
     >>> import functools, jax, jax.numpy as jnp
     >>> from flax import nnx
     >>> import attnorm
@@ -229,7 +250,9 @@ class GPT(nnx.Module):
     (3, 5, 256)
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: GPTConfig, *, learned: Mapping[str, float] = MappingProxyType({}), rngs: nnx.Rngs
+    ):
         self.config = config
         init = nnx.initializers.normal(_INIT_STD)
         embed = dict(embedding_init=init, dtype=config.dtype, rngs=rngs)
@@ -237,7 +260,7 @@ class GPT(nnx.Module):
         self.position_embedding = (
             nnx.Embed(config.max_length, config.features, **embed) if config.position == "learned" else None
         )
-        self.blocks = make_stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs)
+        self.blocks = make_stack(lambda rngs: Block(config, learned, rngs=rngs), config.num_layers, rngs)
         self.norm = _norm(config, rngs)
         self.head = (
             None
@@ -257,7 +280,8 @@ class GPT(nnx.Module):
           tokens: ids.
           attention_fn: called as ``attention_fn(query, key, value, scale=..., logits_soft_cap=...)``; it must be
             causal, and where several documents share a row, keep them apart. With ``position="alibi"`` queries and
-            keys have four features more than values.
+            keys have four features more than values. Where there are learned numbers, it gets them as ``learned``,
+            a mapping from names to arrays (N,).
           positions: of each token in its document; by default 0, 1, ...
 
         Raises:
@@ -308,34 +332,9 @@ class GPT(nnx.Module):
         return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def output_norm(out: Float[Array, "B T N H"], kind: str, eps: float = 0.0) -> Float[Array, "B T N H"]:
-    """AVnorm: the outputs of attention normalised, without gain or bias.
-
-    Args:
-      out: of attention.
-      kind: "head_layer", LayerNorm of each head; "head_rms", RMSNorm of each head; "global_layer", LayerNorm over all
-        heads; or "none".
-      eps: added to the variance or mean square; 0 for 1e-5 with LayerNorm and 1e-6 with RMSNorm.
-
-    Source: "AVnorm", convergentthinking.sh, 2026.
-    """
-    if kind == "none":
-        return out
-    if kind == "head_rms":
-        return _rms_norm(out, eps or 1e-6)
-    if kind == "head_layer":
-        return _layer_norm(out, eps or 1e-5)
-    return _layer_norm(out.reshape(*out.shape[:-2], -1), eps or 1e-5).reshape(out.shape)
-
-
-def _rms_norm(x, eps):
+def _rms_norm(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-
-def _layer_norm(x, eps):
-    wide = x.astype(jnp.float32)
-    return _rms_norm(wide - jnp.mean(wide, axis=-1, keepdims=True), eps).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + _QK_NORM_EPS)).astype(x.dtype)
 
 
 def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Module:
