@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attnorm.kernels import tile
 from attnorm.kernels.call import pallas_call
 from attnorm.kernels.schedule import make_schedule
-from attnorm.kernels.settings import LANES
+from attnorm.kernels.settings import LANES, SUBLANES
 
 
 def tile_gradients(static, inputs: tile.Inputs, m, visible, is_tame=False):
@@ -56,7 +56,7 @@ def backward(static, inputs: tile.Inputs, visibility, bounds, dtypes):
     in_specs = jax.tree.map(spec, inputs, tile.spread(tile.TRANSPOSED_AXES, inputs))
     dq_dtype, dk_dtype, dv_dtype = dtypes
     dk, dv = jax.ShapeDtypeStruct((B, K, S, H), dk_dtype), jax.ShapeDtypeStruct((B, K, S, Hv), dv_dtype)
-    parameter = (B, N, 8, LANES)
+    parameter = (B, N, SUBLANES, LANES)
     num_parameters = len(jax.tree.leaves(inputs.rule))
     outputs = [
         ((B, N, T, H), dq_dtype, group_spec((B, N, T, H))),
@@ -69,7 +69,7 @@ def backward(static, inputs: tile.Inputs, visibility, bounds, dtypes):
         pltpu.VMEM((bk, H), jnp.float32),
         pltpu.VMEM((bk, Hv), jnp.float32),
         pltpu.SMEM((1,), jnp.int32),
-        *(pltpu.VMEM((G, 8, LANES), jnp.float32) for _ in range(num_parameters)),
+        *(pltpu.VMEM((G, SUBLANES, LANES), jnp.float32) for _ in range(num_parameters)),
     ]
 
     def kernel(tables, refs, outputs, scratch):
@@ -223,5 +223,5 @@ def bias_backward(static, inputs: tile.Inputs, visibility, bounds):
 def _register_sum(x):
     """A tile summed to the size of one vector register, (8, 128)."""
     rows, lanes = x.shape
-    x = jnp.sum(x.reshape(rows // 8, 8, lanes), axis=0)
+    x = jnp.sum(x.reshape(rows // SUBLANES, SUBLANES, lanes), axis=0)
     return sum(x[:, start : start + LANES] for start in range(0, lanes, LANES))

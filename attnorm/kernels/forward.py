@@ -14,7 +14,10 @@ from attnorm.kernels.settings import LANES
 
 
 def forward(static, inputs: tile.Inputs, visibility, bounds):
-    """The output (B, N, T, Hv), and the row state: m and statistics (B, N, 1, T). All padded."""
+    """The output (B, N, T, Hv), and the row state: m and statistics (B, N, 1, T). All padded.
+
+    Of a partial result, the accumulator in float32 instead of the output.
+    """
     tiling = static.tiling
     bq, bk = tiling.bq, tiling.bk
     B, N, T, _ = inputs.query.shape
@@ -31,7 +34,7 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
 
     in_specs = jax.tree.map(spec, inputs, tile.spread(tile.AXES, inputs))
     row = jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32)
-    output = jax.ShapeDtypeStruct((B, N, T, Hv), inputs.query.dtype)
+    output = jax.ShapeDtypeStruct((B, N, T, Hv), jnp.float32 if static.is_partial else inputs.query.dtype)
     outputs = [
         (x.shape, x.dtype, spec(x, axes))
         for x, axes in ((output, "bnq_"), *((row, "bn_q") for _ in range(1 + num_stats)))
@@ -94,8 +97,10 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
         def _():
             output, *rows = outputs
             stats = tuple(ref[...] for ref in stats_refs)
-            g = rule(m_ref.shape).finalize(stats, m_ref[...])
-            output[0, 0] = (accumulator[...] * tile.widen(g, Hv)).astype(output.dtype)
+            result = accumulator[...]
+            if not static.is_partial:
+                result *= tile.widen(rule(m_ref.shape).finalize(stats, m_ref[...]), Hv)
+            output[0, 0] = result.astype(output.dtype)
             for row, x in zip(rows, (m_ref[...], *stats), strict=True):
                 row[0, 0] = tile.along_lanes(x)
 

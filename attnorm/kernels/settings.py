@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-# Lanes of a vector register: tiles are multiples of it in both directions.
+# A vector register holds 8 rows of 128 lanes; tiles are multiples of its lanes in both directions.
+SUBLANES = 8
 LANES = 128
 _MIB = 2**20
 # Without knowledge of the chip (compiling ahead of time): the memory of the smallest one supported.
@@ -69,38 +70,59 @@ def dq_bytes() -> int:
     return vmem_bytes() // 2
 
 
-def forward_blocks(width: int, itemsize: int, dense_bytes: int) -> BlockSizes:
-    """Blocks of the forward kernel, for padded head dims of ``width`` in sum (H + Hv).
+def forward_blocks(
+    head_dims: tuple[int, int], itemsize: int, dense_bytes: int, rule_tiles: int
+) -> BlockSizes:
+    """Blocks of the forward kernel, for head dims H and Hv, padded.
 
-    ``dense_bytes``: of mask and bias, for every pair of a tile.
+    ``dense_bytes``: of mask and bias, for every pair of a tile; ``rule_tiles``: float32 tiles that the rule needs.
     """
+    width = sum(head_dims)
 
     def needed(blocks):
         rows = blocks.query * (width * (itemsize * 2 + 4) + 2 * 3 * 4 * LANES)
         keys = blocks.key * width * itemsize * 2
-        return rows + keys + blocks.query * blocks.key * (_FORWARD_TILES * 4 + 2 * dense_bytes)
+        tiles = (_FORWARD_TILES + rule_tiles) * 4 + 2 * dense_bytes
+        return rows + keys + blocks.query * blocks.key * tiles
 
-    return config.value.forward or _shrunk(_preferred_blocks(), needed)
+    return config.value.forward or _shrunk(_preferred(_FORWARD_BLOCKS, head_dims), needed)
 
 
-def backward_blocks(width: int, itemsize: int, dense_bytes: int) -> BlockSizes:
+def backward_blocks(
+    head_dims: tuple[int, int], itemsize: int, dense_bytes: int, rule_tiles: int
+) -> BlockSizes:
     """Blocks of the backward kernels; half of the memory is left to the gradient of the queries."""
+    width = sum(head_dims)
 
     def needed(blocks):
         sides = (blocks.query + 2 * blocks.key) * width * itemsize * 2 + blocks.key * width * 4
-        return 2 * sides + blocks.query * blocks.key * (_BACKWARD_TILES * 4 + 2 * dense_bytes)
+        tiles = (_BACKWARD_TILES + rule_tiles) * 4 + 2 * dense_bytes
+        return 2 * sides + blocks.query * blocks.key * tiles
 
-    return config.value.backward or _shrunk(_preferred_blocks(), needed)
-
-
-# Float32 tiles that are alive at once, by what compiled.
-_FORWARD_TILES = 4
-_BACKWARD_TILES = 6
+    return config.value.backward or _shrunk(_preferred(_BACKWARD_BLOCKS, head_dims), needed)
 
 
-def _preferred_blocks():
-    large = _capacity() >= 64 * _MIB
-    return BlockSizes(1024, 1024) if large else BlockSizes(512, 512)
+# The largest blocks by kind of chip and head dim, where they have been counted; None is any other.
+_FORWARD_BLOCKS = _BACKWARD_BLOCKS = {
+    "v5e": {128: BlockSizes(1024, 1024)},
+    "v5p": {128: BlockSizes(1024, 1024)},
+    "v6e": {128: BlockSizes(1024, 1024)},
+    "7x": {128: BlockSizes(1024, 1024)},
+    None: {128: BlockSizes(512, 512)},
+}
+# Float32 tiles that are alive at once besides those of the rule, by what compiled.
+_FORWARD_TILES = 2
+_BACKWARD_TILES = 2
+
+
+def _preferred(table, head_dims):
+    try:
+        chip = pltpu.get_tpu_info().chip_version.value
+    except ValueError:
+        chip = None
+    by_head_dim = table.get(chip, table[None])
+    wide_enough = [head_dim for head_dim in by_head_dim if head_dim >= max(head_dims)]
+    return by_head_dim[min(wide_enough, default=max(by_head_dim))]
 
 
 def _shrunk(blocks, needed):

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.extend.core import Var
 
 from attnorm.finite import finite_or_zero
 from attnorm.kernels.schedule import Bounds
-from attnorm.kernels.settings import LANES
+from attnorm.kernels.settings import LANES, SUBLANES
 from attnorm.masks import visible_pairs
 
 # Its square, times 8 and any head dim, is finite in float32.
@@ -67,6 +68,44 @@ def block_spec(x, axes: str, blocks: dict[str, int], locate) -> pl.BlockSpec:
 def rule_over(rule, shape):
     """The normaliser with its parameters spread over a shape."""
     return jax.tree.map(lambda ref: jnp.broadcast_to(ref[0, :1, :1], shape), rule)
+
+
+def rule_tiles(normalizer, backward: bool) -> int:
+    """How many tiles of numbers the scalar functions of a rule hold at once."""
+    row, tile = (jax.ShapeDtypeStruct((rows, LANES), jnp.float32) for rows in (1, SUBLANES))
+
+    def over_tile(tree):
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, tile.shape), tree)
+
+    def terms(s, m, rule):
+        return over_tile(rule).terms(s, m)
+
+    def gradients(s, m, rule, df, d_stats):
+        (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m), s, over_tile(rule))
+        return f, pull((df, over_tile(d_stats)))
+
+    arguments = tile, row, jax.tree.map(lambda _: row, normalizer)
+    if not backward:
+        return _most_alive(jax.make_jaxpr(terms)(*arguments).jaxpr, tile.shape)
+    _, d_stats = jax.tree.map(lambda _: row, jax.eval_shape(terms, *arguments))
+    return _most_alive(jax.make_jaxpr(gradients)(*arguments, tile, d_stats).jaxpr, tile.shape)
+
+
+def _most_alive(jaxpr, shape) -> int:
+    """The largest number of values of this shape that a program holds at once; broadcasts are not held."""
+    last_use = {x: len(jaxpr.eqns) for x in jaxpr.outvars if isinstance(x, Var)}
+    for step, equation in reversed(list(enumerate(jaxpr.eqns))):
+        for x in equation.invars:
+            if isinstance(x, Var):
+                last_use.setdefault(x, step)
+    made = [(x, -1) for x in jaxpr.invars] + [
+        (x, step)
+        for step, equation in enumerate(jaxpr.eqns)
+        if equation.primitive.name != "broadcast_in_dim"
+        for x in equation.outvars
+    ]
+    spans = [(step, last_use.get(x, step)) for x, step in made if x.aval.shape == shape]
+    return max(sum(start < step <= stop for start, stop in spans) for step in range(len(jaxpr.eqns) + 1))
 
 
 def dot(a, b, contract: tuple[int, int], precision=None):
@@ -123,7 +162,7 @@ def visible(static, inputs: Inputs, bounds: Bounds, b, i_start, j_start, shape, 
 def is_tame(*matrices):
     """Whether all numbers are finite, and so small that no product of two rows overflows."""
     # Products with ones sum the columns: the matrix unit is idle here, the vector unit is not.
-    sums = (dot(jnp.ones((8, x.shape[0]), x.dtype), jnp.abs(x), (1, 0)) for x in matrices)
+    sums = (dot(jnp.ones((SUBLANES, x.shape[0]), x.dtype), jnp.abs(x), (1, 0)) for x in matrices)
     return sum(jnp.sum(x) for x in sums) < _TAME  # false for NaN
 
 
@@ -141,7 +180,7 @@ def marked(x):
     """NaN for every row of x that has a NaN or inf, else 0; along lanes, (1, rows)."""
     broken = jnp.where(jnp.isfinite(x.astype(jnp.float32)), jnp.float32(0), 1)
     # A product with ones sums the rows and lays the sums along the lanes.
-    count = dot(jnp.ones((8, broken.shape[1]), jnp.float32), broken, (1, 1))[:1]
+    count = dot(jnp.ones((SUBLANES, broken.shape[1]), jnp.float32), broken, (1, 1))[:1]
     return jnp.where(count > 0, jnp.float32(jnp.nan), 0)
 
 
@@ -151,12 +190,17 @@ def widen(x, width: int):
 
 
 def along_lanes(x):
-    """(rows, 128), the same in every lane, to (1, rows): the diagonals of its squares."""
-    diagonal = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) == jax.lax.broadcasted_iota(
-        jnp.int32, (LANES, LANES), 1
-    )
-    squares = (x[start : start + LANES] for start in range(0, x.shape[0], LANES))
-    rows = [jnp.sum(jnp.where(diagonal, square, 0), axis=0, keepdims=True) for square in squares]
+    """(rows, 128), the same in every lane, to (1, rows)."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+    on_diagonal = jax.lax.rem(lane, SUBLANES) == jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0)
+    rows = []
+    for start in range(0, x.shape[0], LANES):
+        # Of each register the lanes in which its rows belong, and in each of these the one row.
+        picked = x[start : start + SUBLANES]
+        for first in range(SUBLANES, LANES, SUBLANES):
+            register = x[start + first : start + first + SUBLANES]
+            picked = jnp.where(lane >= first, register, picked)
+        rows.append(jnp.sum(jnp.where(on_diagonal, picked, 0), axis=0, keepdims=True))
     return jnp.concatenate(rows, axis=1)
 
 

@@ -31,10 +31,18 @@ from attnorm.kernels.call import (
 )
 from attnorm.kernels.forward import forward
 from attnorm.kernels.schedule import Tiling, make_bounds
-from attnorm.kernels.settings import LANES, backward_blocks, config, dq_bytes, forward_blocks, vmem_bytes
-from attnorm.kernels.tile import TRANSPOSED_AXES, Inputs, spread
+from attnorm.kernels.settings import (
+    LANES,
+    SUBLANES,
+    backward_blocks,
+    config,
+    dq_bytes,
+    forward_blocks,
+    vmem_bytes,
+)
+from attnorm.kernels.tile import TRANSPOSED_AXES, Inputs, rule_tiles, spread
 from attnorm.masks import Visibility
-from attnorm.normalizers.rule import Normalizer
+from attnorm.normalizers.rule import Normalizer, Partial
 from attnorm.tiling import even_block, round_up
 
 
@@ -65,11 +73,54 @@ def attend(
     precision,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"] | None]:
     """Output in query's dtype, and the log-norm in float32. No dimension may be 0."""
-    dtype = query.dtype
-    if dtype == jnp.float16:  # TPUs have no float16
+    static, arrays = _prepared(
+        query, key, value, bias, visibility, normalizer, scale, logits_soft_cap, precision
+    )
+    output, log_norm = _attend(static, *arrays)
+    return output.astype(query.dtype), log_norm
+
+
+def partial_attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    bias: Float[Array, "b n t s"] | None,
+    visibility: Visibility,
+    normalizer: Normalizer,
+    *,
+    scale: float,
+    logits_soft_cap: float | None,
+    precision,
+) -> Partial:
+    """The row state over these keys only, (B, T, N, ...) in float32, to be merged with that over others.
+
+    Differentiable as if m were constant. That is exact for whatever does not depend on the choice of m, such as the
+    output and the log-norm of merged parts: so the parts' gradients are those of attention over all keys.
+    """
+    static, arrays = _prepared(
+        query, key, value, bias, visibility, normalizer, scale, logits_soft_cap, precision
+    )
+    return _partial(static, *arrays)
+
+
+def _prepared(query, key, value, bias, visibility, normalizer, scale, logits_soft_cap, precision):
+    """What is known now, and the arrays in the types and shapes that the kernels are written for."""
+    if query.dtype == jnp.float16:  # TPUs have no float16
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     # A power of two, or float32, takes the scale into the queries; elsewhere that would round them again.
     is_exact = query.dtype == jnp.float32 or math.frexp(abs(scale))[0] in (0, 0.5)
+    T, S = query.shape[1], key.shape[1]
+    dense = [x for x in (bias, visibility.mask) if x is not None and 1 not in x.shape[2:]]
+
+    def tiling(choose_blocks, backward):
+        blocks = choose_blocks(
+            tuple(round_up(x.shape[-1], LANES) for x in (query, value)),
+            itemsize=query.dtype.itemsize,
+            dense_bytes=sum(x.dtype.itemsize for x in dense),
+            rule_tiles=rule_tiles(normalizer, backward),
+        )
+        return Tiling(T, S, even_block(T, blocks.query, LANES), even_block(S, blocks.key, LANES))
+
     static = _Static(
         G=query.shape[2] // key.shape[2],
         scale=scale,
@@ -80,15 +131,13 @@ def attend(
         precision=_precision(precision),
         vmem_bytes=vmem_bytes(),
         interpret=config.value.interpret,
-        forward=_tiling(forward_blocks, query, key, value, bias, visibility),
-        backward=_tiling(backward_blocks, query, key, value, bias, visibility),
+        forward=tiling(forward_blocks, backward=False),
+        backward=tiling(backward_blocks, backward=True),
     )
     heads = query.shape[2:3]
     normalizer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, heads), normalizer)
-    arrays = (query, key, value, bias, normalizer, visibility)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
-    output, log_norm = _attend(static, *_compat.vary_alike(arrays))
-    return output.astype(dtype), log_norm
+    return static, _compat.vary_alike((query, key, value, bias, normalizer, visibility))
 
 
 @dataclass(frozen=True)
@@ -107,14 +156,7 @@ class _Static:
     forward: Tiling
     backward: Tiling
     tiling: Tiling | None = None
-
-
-def _tiling(choose_blocks, query, key, value, bias, visibility):
-    width = sum(round_up(x.shape[-1], LANES) for x in (query, value))
-    dense = [x for x in (bias, visibility.mask) if x is not None and 1 not in x.shape[2:]]
-    blocks = choose_blocks(width, query.dtype.itemsize, sum(x.dtype.itemsize for x in dense))
-    T, S = query.shape[1], key.shape[1]
-    return Tiling(T, S, even_block(T, blocks.query, LANES), even_block(S, blocks.key, LANES))
+    is_partial: bool = False
 
 
 def _precision(precision):
@@ -134,29 +176,23 @@ def _attend(static, query, key, value, bias, normalizer, visibility):
     return _attend_forward(static, query, key, value, bias, normalizer, visibility)[0]
 
 
-def _attend_forward(static, query, key, value, bias, normalizer, visibility):
-    static = replace(static, tiling=static.forward)
-    tiling = static.tiling
-    inputs, visibility_padded = _inputs(static, query, key, value, bias, normalizer, visibility)
-    output, m, stats = forward(static, inputs, visibility_padded, make_bounds(visibility, tiling))
-    output = heads_last(output, tiling.T, value.shape[-1])
-    m, stats = jax.tree.map(lambda x: rows_last(x, tiling.T), (m, stats))
+def _attend_forward(static, *arrays):
+    output, m, stats = _run_forward(static, *arrays)
     output = checkpoint_name(output, "attnorm_output")
     m, stats = checkpoint_name((m, stats), "attnorm_row_state")
-    log_norm = normalizer.log_norm(stats, m)
-    residuals = (query, key, value, bias, normalizer, visibility, output, m, stats)
-    return (output, log_norm), residuals
+    *_, normalizer, _ = arrays
+    return (output, normalizer.log_norm(stats, m)), (arrays, output, m, stats)
 
 
 def _attend_backward(static, residuals, cotangents):
-    query, key, value, bias, normalizer, visibility, output, m, stats = residuals
+    arrays, output, m, stats = residuals
+    *_, normalizer, _ = arrays
     d_output, d_log_norm = cotangents
 
     # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
     # A row that saw no key has no gradient, not even that of a NaN cotangent.
-    sees_nothing = functools.reduce(jnp.logical_and, [h == 0 for h in stats])
-    d_output = jnp.where(sees_nothing[..., None], 0, d_output.astype(jnp.float32))
-    delta = jnp.sum(d_output * output.astype(jnp.float32), axis=-1)
+    d_output = jnp.where(_sees_nothing(stats)[..., None], 0, d_output.astype(jnp.float32))
+    delta = _row_products(d_output, output, static.precision)
     g, pull_factor = jax.vjp(lambda stats, rule: rule.finalize(stats, m), stats, normalizer)
     d_stats, d_normalizer = pull_factor(delta / jnp.where(g == 0, 1, g))
     if d_log_norm is not None:
@@ -165,29 +201,86 @@ def _attend_backward(static, residuals, cotangents):
             jnp.add, (d_stats, d_normalizer), pull_log_norm(d_log_norm.astype(jnp.float32))
         )
     # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
-    d_output = jnp.where(jnp.isnan(g)[..., None], 0, d_output * g[..., None]).astype(query.dtype)
+    d_accumulator = jnp.where(jnp.isnan(g)[..., None], 0, d_output * g[..., None])
+    *d_arrays, d_rule, none = _run_backward(static, arrays, m, d_accumulator, d_stats)
+    return *d_arrays, jax.tree.map(jnp.add, d_normalizer, d_rule), none
 
-    static = replace(static, tiling=static.backward)
-    tiling = static.tiling
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _partial(static, query, key, value, bias, normalizer, visibility):
+    return _partial_forward(static, query, key, value, bias, normalizer, visibility)[0]
+
+
+def _partial_forward(static, *arrays):
+    accumulator, m, stats = _run_forward(replace(static, is_partial=True), *arrays)
+    columns = jax.tree.map(lambda x: x[..., None], (m, stats))
+    return Partial(accumulator, *columns), (arrays, m, stats)
+
+
+def _partial_backward(static, residuals, cotangent):
+    arrays, m, stats = residuals
+    sees_nothing = _sees_nothing(stats)
+    d_accumulator = jnp.where(sees_nothing[..., None], 0, cotangent.accumulator)
+    d_stats = tuple(jnp.where(sees_nothing, 0, d[..., 0]) for d in cotangent.stats)
+    return _run_backward(static, arrays, m, d_accumulator, d_stats)
+
+
+_partial.defvjp(_partial_forward, _partial_backward)
+
+
+def _row_products(d_output, output, precision):
+    """<d_output, output> of every row, (B, T, N) in float32.
+
+    The backward kernel subtracts it from products of d_output and values, of which it is the largest part where a row
+    sees few keys. In float32 it is rounded as they are, a row of a matrix product, so that they cancel.
+    """
+    if output.dtype != jnp.float32:
+        return jnp.sum(d_output * output.astype(jnp.float32), axis=-1)
+    B, T, N, Hv = output.shape
+    rows = round_up(T, LANES)
+    values, cotangents = (heads_first(x, rows, Hv).reshape(B, N, -1, LANES, Hv) for x in (output, d_output))
+    products = jnp.einsum("bncih,bncjh->bncij", values, cotangents, precision=precision)
+    return rows_last(jnp.diagonal(products, axis1=-2, axis2=-1).reshape(B, N, 1, rows), T)
+
+
+def _sees_nothing(stats):
+    return functools.reduce(jnp.logical_and, [h == 0 for h in stats])
+
+
+def _run_forward(static, query, key, value, bias, normalizer, visibility):
+    """The forward kernel: the output, or the accumulator, (B, T, N, Hv), and the row state (B, T, N)."""
+    tiling = static.forward
+    static = replace(static, tiling=tiling)
+    inputs, padded = _inputs(static, query, key, value, bias, normalizer, visibility)
+    output, m, stats = forward(static, inputs, padded, make_bounds(visibility, tiling))
+    m, stats = jax.tree.map(lambda x: rows_last(x, tiling.T), (m, stats))
+    return heads_last(output, tiling.T, value.shape[-1]), m, stats
+
+
+def _run_backward(static, arrays, m, d_accumulator, d_stats):
+    """The backward kernels: gradients of the arrays from those of Σ f v and of the statistics, with m constant."""
+    query, key, value, bias, normalizer, visibility = arrays
+    tiling = static.backward
+    static = replace(static, tiling=tiling)
     T, Hv = tiling.nq * tiling.bq, round_up(value.shape[-1], LANES)
     inputs, padded = _inputs(static, query, key, value, bias, normalizer, visibility, transposed=True)
     inputs = inputs._replace(
-        d_output=heads_first(d_output, T, Hv),
+        d_output=heads_first(d_accumulator.astype(query.dtype), T, Hv),
         m=rows_first(m, T),
         d_stats=tuple(rows_first(x, T) for x in d_stats),
     )
     dq, dk, dv, d_rule = _backward_by_chunks(static, inputs, padded, query.dtype)
     dq = heads_last(dq, tiling.T, query.shape[-1])
     dk, dv = heads_last(dk, tiling.S, key.shape[-1]), heads_last(dv, tiling.S, value.shape[-1])
-    d_normalizer = jax.tree.map(lambda a, b: a + jnp.sum(b, (0, 2, 3)), d_normalizer, d_rule)
+    d_rule = jax.tree.map(lambda x: jnp.sum(x, (0, 2, 3)), d_rule)
     d_bias = None
     if bias is not None:
         d_bias = bias_backward(static, inputs, padded, make_bounds(visibility, tiling))
         d_bias = jnp.swapaxes(d_bias, 2, 3)[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-    return dq, dk, dv, d_bias, d_normalizer, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    return dq, dk, dv, d_bias, d_rule, None
 
 
 def _inputs(static, query, key, value, bias, normalizer, visibility, transposed=False):
@@ -219,7 +312,7 @@ def _inputs(static, query, key, value, bias, normalizer, visibility, transposed=
         query_ids=columns,
         key_ids=rows,
         rule=jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf[:, None, None], (*leaf.shape, 8, LANES)), normalizer
+            lambda leaf: jnp.broadcast_to(leaf[:, None, None], (*leaf.shape, SUBLANES, LANES)), normalizer
         ),
     )
     return inputs, replace(visibility, query_segment_ids=query_ids, key_segment_ids=key_ids)

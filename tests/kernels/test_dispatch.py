@@ -1,5 +1,6 @@
 """Which implementation serves a call, block sizes, and what the kernels refuse."""
 
+import functools
 import logging
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AxisType
 
 import attnorm
 from attnorm import attention, kernels
-from attnorm.kernels import settings
+from attnorm.kernels import settings, tile
 from tests.contract.helpers import assert_near, make_arrays
 from tests.kernels.conftest import INTERPRET, SMALL
 
@@ -31,6 +32,13 @@ def test_float64_is_refused():
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64"):
         query = jnp.ones((1, 4, 1, 8), jnp.float64)
         attnorm.dot_product_attention(query, query, query, implementation="pallas_tpu")
+
+
+def test_forward_mode_is_a_type_error():
+    query, key, value = make_arrays(B=1, T=4, S=5)
+    attend = functools.partial(attnorm.dot_product_attention, implementation="pallas_tpu")
+    with kernels.config(INTERPRET), pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda query: attend(query, key, value), (query,), (query,))
 
 
 def test_a_mesh_with_auto_axes_is_refused_by_name():
@@ -71,14 +79,31 @@ def test_block_sizes_are_multiples_of_128(size):
 
 
 def test_blocks_shrink_to_the_memory():
-    with kernels.config(kernels.Config(vmem_bytes=3 * 2**20)):
-        small = settings.forward_blocks(256, 4, 0)
-        smaller = settings.forward_blocks(1024, 4, 8)
+    def area(**changed):
+        options = dict(head_dims=(128, 128), itemsize=4, dense_bytes=0, rule_tiles=2) | changed
+        return [
+            blocks.query * blocks.key
+            for blocks in (settings.forward_blocks(**options), settings.backward_blocks(**options))
+        ]
+
+    def is_less(a, b):
+        return all(x < y for x, y in zip(a, b, strict=True))
+
+    with kernels.config(kernels.Config(vmem_bytes=6 * 2**20)):
+        small = area()
+        assert is_less(area(head_dims=(1024, 1024)), small)
+        assert is_less(area(dense_bytes=32), small)
+        assert is_less(area(rule_tiles=16), small)
     with kernels.config(kernels.Config(vmem_bytes=2**27)):
-        large = settings.forward_blocks(256, 4, 0)
-    assert smaller.query * smaller.key < small.query * small.key < large.query * large.key
-    with kernels.config(kernels.Config(vmem_bytes=3 * 2**20, forward=SMALL)):
-        assert settings.forward_blocks(1024, 4, 8) == SMALL
+        assert is_less(small, area())
+    with kernels.config(kernels.Config(vmem_bytes=3 * 2**20, forward=SMALL, backward=SMALL)):
+        assert area() == [128 * 128] * 2
+
+
+def test_a_rule_needs_memory_by_the_values_it_keeps():
+    one, many = (attnorm.get_normalizer("lp", p=p) for p in (1.0, np.float32([1.5, 3.0])))
+    for backward in (False, True):
+        assert 0 < tile.rule_tiles(one, backward) < tile.rule_tiles(many, backward)
 
 
 def test_gradients_in_chunks_of_queries_are_those_of_the_whole():
