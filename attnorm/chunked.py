@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,26 @@ from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
 from attnorm.normalizers.rule import Normalizer, Partial, combined, prepared
-from attnorm.places import tile_place
+from attnorm.tile_layout import (
+    Sizes,
+    Static,
+    add_bias_tile,
+    dot,
+    dropout_tile,
+    from_key_tiles,
+    from_query_tiles,
+    grouped,
+    key_tiles,
+    keys_first,
+    loop_spans,
+    over_rows,
+    pad_bias,
+    places_of,
+    query_tiles,
+    scan_tiles,
+    stack_tiles,
+    sum_to,
+)
 from attnorm.tiling import even_block
 
 SERVES = frozenset({"map", "position", "count", "distance", "numerators", "erf"})
@@ -64,8 +82,8 @@ def attend(
     block_sizes: BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"] | None]:
     """Output in query's dtype, and the log-norm in float32 or wider. No dimension may be 0."""
-    sizes = _sizes(query, key, block_sizes)
-    static = _Static(sizes, scale, logits_soft_cap, precision)
+    sizes = sizes_of(query, key, block_sizes)
+    static = Static(sizes, scale, logits_soft_cap, precision)
     arrays = (query, key, value, bias, normalizer, visibility, dropout)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
     return _attend(static, *_compat.vary_alike(arrays))
@@ -91,46 +109,17 @@ def partial_attend(
     """
     if "count" in normalizer.needs:
         raise ValueError(f"normalizer {normalizer} depends on the number of all keys, got a part of them")
-    sizes = _sizes(query, key, block_sizes)
-    static = _Static(sizes, scale, logits_soft_cap, precision)
+    sizes = sizes_of(query, key, block_sizes)
+    static = Static(sizes, scale, logits_soft_cap, precision)
     state = _forward(static, query, key, value, bias, normalizer, visibility, None)
-    return jax.tree.map(lambda x: _from_query_tiles(sizes, x), state)
+    return jax.tree.map(lambda x: from_query_tiles(sizes, x), state)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Dimensions, and how they are cut: nq tiles of bq queries, nk tiles of bk keys."""
-
-    B: int
-    T: int
-    S: int
-    K: int
-    G: int
-    bq: int
-    bk: int
-
-    @property
-    def nq(self):
-        return -(-self.T // self.bq)
-
-    @property
-    def nk(self):
-        return -(-self.S // self.bk)
-
-
-@dataclass(frozen=True)
-class _Static:
-    sizes: _Sizes
-    scale: float
-    logits_soft_cap: float | None
-    precision: Any
-
-
-def _sizes(query, key, block_sizes):
+def sizes_of(query, key, block_sizes):
     B, T, N, _ = query.shape
     _, S, K, _ = key.shape
     blocks = block_sizes or default_block_sizes(T, S)
-    return _Sizes(B, T, S, K, N // K, _block(T, blocks.query), _block(S, blocks.key))
+    return Sizes(B, T, S, K, N // K, _block(T, blocks.query), _block(S, blocks.key))
 
 
 def _block(length, largest):
@@ -146,9 +135,9 @@ def _attend(static, query, key, value, bias, normalizer, visibility, dropout):
 
 def _finish(static, state, normalizer, dtype):
     sizes = static.sizes
-    output, log_norm = state.finalize(_over_rows(normalizer, sizes))
-    output = _from_query_tiles(sizes, output).astype(dtype)
-    return output, None if log_norm is None else jnp.squeeze(_from_query_tiles(sizes, log_norm), -1)
+    output, log_norm = state.finalize(over_rows(normalizer, sizes))
+    output = from_query_tiles(sizes, output).astype(dtype)
+    return output, None if log_norm is None else jnp.squeeze(from_query_tiles(sizes, log_norm), -1)
 
 
 def _attend_forward(static, query, key, value, bias, normalizer, visibility, dropout):
@@ -168,26 +157,26 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
-    places = _places(normalizer, visibility, sizes, dtype)
-    bias = _padded_bias(bias, sizes, dtype)
-    rule = _over_rows(normalizer, sizes)
+    places = places_of(normalizer, visibility, sizes, dtype)
+    bias = pad_bias(bias, sizes, dtype)
+    rule = over_rows(normalizer, sizes)
     # Narrow inputs are widened once: CPUs multiply float32 faster, and nothing is rounded in between.
-    queries = _query_tiles(sizes, query.astype(dtype) * static.scale)
-    keys, values = _key_tiles(sizes, key.astype(dtype)), _key_tiles(sizes, value.astype(dtype))
+    queries = query_tiles(sizes, query.astype(dtype) * static.scale)
+    keys, values = key_tiles(sizes, key.astype(dtype)), key_tiles(sizes, value.astype(dtype))
 
     def query_tile(i):
         q = queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
 
         def key_tile(j, state, masked):
             k, v = keys[j], values[j]
-            s = _dot("bkih,bkjh->bkij", q, k, static).reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk)
+            s = dot("bkih,bkjh->bkij", q, k, static).reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk)
             if bias is not None:
-                s = s + _grouped(slice_tile(bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
+                s = s + grouped(slice_tile(bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
             if static.logits_soft_cap is not None:
                 s = static.logits_soft_cap * jnp.tanh(s / static.logits_soft_cap)
             visible = None
             if masked:
-                visible = _grouped(padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
+                visible = grouped(padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
             s, _ = prepared(rule, s, visible, places(i, j))
             m = rule.next_reference(state.m, s)
             f, stats = rule.terms(s, m)
@@ -195,7 +184,7 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
             stats = tuple(
                 h + jnp.sum(more, axis=-1, keepdims=True) for h, more in zip(old, stats, strict=True)
             )
-            kept = None if dropout is None else _dropout_tile(dropout, sizes, i, j, dtype)
+            kept = None if dropout is None else dropout_tile(dropout, sizes, i, j, dtype)
             if masked:
                 sees_marked = visible & has_nonfinite(v)[:, :, None, None, :]
                 mark = nan_where(jnp.any(sees_marked, axis=-1, keepdims=True), dtype)
@@ -203,19 +192,19 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
             def add(total, f):
                 f = f if kept is None else f * kept
                 f = f.reshape(sizes.B, sizes.K, sizes.G * sizes.bq, sizes.bk)
-                product = _dot("bkij,bkjh->bkih", f, finite_or_zero(v) if masked else v, static)
+                product = dot("bkij,bkjh->bkih", f, finite_or_zero(v) if masked else v, static)
                 total = total + product.reshape(total.shape)
                 return total + mark if masked else total
 
             return Partial(jax.tree.map(add, sums, f), m, stats)
 
-        return _loop(
+        return loop_spans(
             padded.key_spans(i * sizes.bq, sizes.bq, sizes.bk, sizes.nk),
             key_tile,
             _empty_state(rule, sizes, values, dtype),
         )
 
-    return _stacked(query_tile, sizes.nq)
+    return stack_tiles(query_tile, sizes.nq)
 
 
 def _attend_backward(static, residuals, cotangents):
@@ -229,28 +218,28 @@ def _attend_backward(static, residuals, cotangents):
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
-    places = _places(normalizer, visibility, sizes, dtype, transposed=True)
-    padded_bias = _padded_bias(bias, sizes, dtype)
+    places = places_of(normalizer, visibility, sizes, dtype, transposed=True)
+    padded_bias = pad_bias(bias, sizes, dtype)
 
     # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
-    queries = _query_tiles(sizes, query.astype(dtype) * static.scale)
+    queries = query_tiles(sizes, query.astype(dtype) * static.scale)
     # A row that saw no key has no gradient, not even that of a NaN cotangent.
     sees_nothing = functools.reduce(jnp.logical_and, [h == 0 for h in stats])
-    d_outputs = jnp.where(sees_nothing, 0, _query_tiles(sizes, d_output.astype(dtype)))
+    d_outputs = jnp.where(sees_nothing, 0, query_tiles(sizes, d_output.astype(dtype)))
     factor, pull_factor = jax.vjp(
-        lambda stats, rule: _over_rows(rule, sizes).finalize(stats, m), stats, normalizer
+        lambda stats, rule: over_rows(rule, sizes).finalize(stats, m), stats, normalizer
     )
     if isinstance(factor, tuple):
         delta = tuple(jnp.sum(d_outputs * own, axis=-1, keepdims=True) for own in sums)
     else:
-        delta = jnp.sum(d_outputs * _query_tiles(sizes, sums.astype(dtype)), axis=-1, keepdims=True)
+        delta = jnp.sum(d_outputs * query_tiles(sizes, sums.astype(dtype)), axis=-1, keepdims=True)
         delta = delta / jnp.where(factor == 0, 1, factor)
     d_stats, d_normalizer = pull_factor(delta)
     if d_log_norm is not None:
         _, pull_log_norm = jax.vjp(
-            lambda stats, rule: _over_rows(rule, sizes).log_norm(stats, m), stats, normalizer
+            lambda stats, rule: over_rows(rule, sizes).log_norm(stats, m), stats, normalizer
         )
-        more = pull_log_norm(_query_tiles(sizes, d_log_norm.astype(dtype)[..., None]))
+        more = pull_log_norm(query_tiles(sizes, d_log_norm.astype(dtype)[..., None]))
         d_stats, d_normalizer = jax.tree.map(jnp.add, (d_stats, d_normalizer), more)
     # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
     if isinstance(factor, tuple):
@@ -258,12 +247,12 @@ def _attend_backward(static, residuals, cotangents):
     else:
         d_outputs = jnp.where(jnp.isnan(factor), 0, d_outputs * factor)
 
-    keys, values = _key_tiles(sizes, key.astype(dtype)), _key_tiles(sizes, value.astype(dtype))
+    keys, values = key_tiles(sizes, key.astype(dtype)), key_tiles(sizes, value.astype(dtype))
     finite_queries = finite_or_zero(queries)
     finite_keys_transposed = jnp.swapaxes(finite_or_zero(keys), -1, -2)
     # (nq, B, K, 1, G, bq)
     m, d_stats, factor = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 3), (m, d_stats, factor))
-    rule = _over_rows(normalizer, sizes, transposed=True)
+    rule = over_rows(normalizer, sizes, transposed=True)
     flat = (sizes.B, sizes.K, sizes.bk, sizes.G * sizes.bq)
 
     def key_tile(carry, j):
@@ -274,21 +263,21 @@ def _attend_backward(static, residuals, cotangents):
             q = queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
             d_out = d_outputs[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
             if rule.needs_equal_logits:
-                s = _dot("bkih,bkjh->bkij", q, k, static)
-                s = _transposed(s.reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk))
+                s = dot("bkih,bkjh->bkij", q, k, static)
+                s = keys_first(s.reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk))
             else:
-                s = _dot("bkjh,bkih->bkji", k, q, static)
+                s = dot("bkjh,bkih->bkji", k, q, static)
                 s = s.reshape(sizes.B, sizes.K, sizes.bk, sizes.G, sizes.bq)
             if padded_bias is not None:
                 tile = slice_tile(padded_bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
-                s = s + _transposed(_grouped(tile, sizes))
+                s = s + keys_first(grouped(tile, sizes))
             if static.logits_soft_cap is not None:
                 capped = jnp.tanh(s / static.logits_soft_cap)
                 s = static.logits_soft_cap * capped
             visible = None
             if masked:
                 visible = padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
-                visible = _transposed(_grouped(visible, sizes))
+                visible = keys_first(grouped(visible, sizes))
                 if "map" not in rule.needs:
                     s = jnp.where(visible, s, -jnp.inf)
             place = places(i, j)
@@ -304,9 +293,9 @@ def _attend_backward(static, residuals, cotangents):
             # Parameters are spread over the tile, so that the gradient of a hidden pair can be dropped.
             spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), rule)
             (f, _), pull = jax.vjp(terms, s, spread)
-            df = _dot("bkjh,bkih->bkji", v, d_out, static).reshape(s.shape)
+            df = dot("bkjh,bkih->bkji", v, d_out, static).reshape(s.shape)
             if dropout is not None:
-                kept = _transposed(_dropout_tile(dropout, sizes, i, j, dtype))
+                kept = keys_first(dropout_tile(dropout, sizes, i, j, dtype))
                 f, df = f * kept, df * kept
             ds, d_spread = pull((df, tuple(jnp.broadcast_to(d[i], s.shape) for d in d_stats)))
             if static.logits_soft_cap is not None:
@@ -314,18 +303,18 @@ def _attend_backward(static, residuals, cotangents):
             if masked:
                 # f too: a row that sees a NaN has a NaN for its m, also at the keys that it does not see.
                 f, ds, d_spread = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, ds, d_spread))
-            d_rule = jax.tree.map(lambda total, x: total + _sum_to(x, total.shape), d_rule, d_spread)
+            d_rule = jax.tree.map(lambda total, x: total + sum_to(x, total.shape), d_rule, d_spread)
             if d_bias is not None:
-                d_bias = _add_bias_tile(d_bias, ds, sizes, i, j)
-            dv += _dot("bkji,bkih->bkjh", f.reshape(flat), d_out, static)
+                d_bias = add_bias_tile(d_bias, ds, sizes, i, j)
+            dv += dot("bkji,bkih->bkjh", f.reshape(flat), d_out, static)
             ds = ds.reshape(flat)
             q = finite_queries[i].reshape(q.shape)
-            dk += _dot("bkji,bkih->bkjh", ds, q, static)
-            dq_transposed = dq_transposed.at[i].add(_dot("bkhj,bkji->bkhi", k_transposed, ds, static))
+            dk += dot("bkji,bkih->bkjh", ds, q, static)
+            dq_transposed = dq_transposed.at[i].add(dot("bkhj,bkji->bkhi", k_transposed, ds, static))
             return dq_transposed, d_bias, d_rule, dk, dv
 
         zeros = jnp.zeros_like(k), jnp.zeros_like(v)
-        *carry, dk, dv = _loop(
+        *carry, dk, dv = loop_spans(
             padded.query_spans(j * sizes.bk, sizes.bk, sizes.bq, sizes.nq), query_tile, (*carry, *zeros)
         )
         return tuple(carry), (dk, dv)
@@ -336,12 +325,14 @@ def _attend_backward(static, residuals, cotangents):
         None if bias is None else jnp.zeros(padded_bias.shape, dtype),
         jax.tree.map(jnp.zeros_like, rule),
     )
-    (dq_transposed, d_bias, d_rule), (dk, dv) = _scan(key_tile, _compat.vary_like(zeros, query), sizes.nk)
+    (dq_transposed, d_bias, d_rule), (dk, dv) = scan_tiles(
+        key_tile, _compat.vary_like(zeros, query), sizes.nk
+    )
 
     dq = jnp.swapaxes(dq_transposed, -1, -2).reshape(*dq_shape[:3], sizes.G, sizes.bq, -1)
-    dq = _from_query_tiles(sizes, dq * static.scale).astype(query.dtype)
-    dk = _from_key_tiles(sizes, dk).astype(key.dtype)
-    dv = _from_key_tiles(sizes, dv).astype(value.dtype)
+    dq = from_query_tiles(sizes, dq * static.scale).astype(query.dtype)
+    dk = from_key_tiles(sizes, dk).astype(key.dtype)
+    dv = from_key_tiles(sizes, dv).astype(value.dtype)
     if d_bias is not None:
         d_bias = d_bias[..., : bias.shape[-2], : bias.shape[-1]].astype(bias.dtype)
     d_normalizer = jax.tree.map(lambda a, b: a + b.reshape(a.shape), d_normalizer, d_rule)
@@ -351,110 +342,6 @@ def _attend_backward(static, residuals, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-# Layout.
-
-
-def _query_tiles(sizes, x):
-    """(B, T, N, ...) -> (nq, B, K, G, bq, ...), padded with zeros."""
-    B, T, N = x.shape[:3]
-    x = jnp.pad(x, [(0, 0), (0, sizes.nq * sizes.bq - T)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(B, sizes.nq, sizes.bq, sizes.K, sizes.G, *x.shape[3:])
-    return jnp.moveaxis(x, (1, 2), (0, 4))
-
-
-def _from_query_tiles(sizes, x):
-    """(nq, B, K, G, bq, ...) -> (B, T, N, ...)."""
-    x = jnp.moveaxis(x, (0, 4), (1, 2))
-    x = x.reshape(sizes.B, sizes.nq * sizes.bq, sizes.K * sizes.G, *x.shape[5:])
-    return x[:, : sizes.T]
-
-
-def _key_tiles(sizes, x):
-    """(B, S, K, H) -> (nk, B, K, bk, H), padded with zeros."""
-    B, S, K, H = x.shape
-    x = jnp.pad(x, [(0, 0), (0, sizes.nk * sizes.bk - S), (0, 0), (0, 0)])
-    return jnp.transpose(x.reshape(B, sizes.nk, sizes.bk, K, H), (1, 0, 3, 2, 4))
-
-
-def _from_key_tiles(sizes, x):
-    """(nk, B, K, bk, H) -> (B, S, K, H)."""
-    x = jnp.transpose(x, (1, 0, 3, 2, 4))
-    return x.reshape(sizes.B, sizes.nk * sizes.bk, sizes.K, -1)[:, : sizes.S]
-
-
-def _grouped(x, sizes):
-    """(b, n, i, j) -> (b, K|1, G|1, i, j)."""
-    if x.shape[1] == 1:
-        return x[:, :, None]
-    return x.reshape(x.shape[0], sizes.K, sizes.G, *x.shape[2:])
-
-
-def _transposed(x):
-    """(b, k, g, i, j) -> (b, k, j, g, i)."""
-    return jnp.moveaxis(x, -1, 2)
-
-
-def _over_rows(normalizer, sizes, transposed=False):
-    """Parameters of shape () or (N,) against (B, K, G, i, j), or transposed against (B, K, j, G, i)."""
-    shape = (1, sizes.K, 1, sizes.G, 1) if transposed else (1, sizes.K, sizes.G, 1, 1)
-    return jax.tree.map(lambda leaf: leaf.reshape(shape) if leaf.ndim else leaf, normalizer)
-
-
-def _places(normalizer, visibility, sizes, dtype, transposed=False):
-    """A function of a tile's numbers (i, j): what the rule wants to know of its logits, in their layout."""
-    counts = None
-    if "count" in normalizer.needs:
-        counts = visibility.counts()
-        counts = jnp.pad(counts, [(0, 0), (0, 0), (0, sizes.nq * sizes.bq - sizes.T)])
-        counts = _grouped(counts[..., None], sizes)  # (b, K|1, G|1, T, 1)
-
-    def of_tile(i, j):
-        own = None if counts is None else slice_tile(counts, i * sizes.bq, sizes.bq, 0, 1)
-        place = tile_place(normalizer, visibility, own, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk, dtype)
-        return jax.tree.map(_transposed, place) if transposed else place
-
-    return of_tile
-
-
-def _padded_bias(bias, sizes, dtype):
-    if bias is None:
-        return None
-    widths = [(0, 0), (0, 0)]
-    for size, length in ((bias.shape[2], sizes.nq * sizes.bq), (bias.shape[3], sizes.nk * sizes.bk)):
-        widths.append((0, 0 if size == 1 else length - size))
-    return jnp.pad(bias, widths).astype(dtype)
-
-
-def _add_bias_tile(d_bias, ds, sizes, i, j):
-    """Adds a transposed tile of logit gradients, summed over the axes along which the bias is broadcast."""
-    tile = jnp.moveaxis(ds, 2, -1).reshape(sizes.B, sizes.K * sizes.G, sizes.bq, sizes.bk)
-    start = (0, 0, 0 if d_bias.shape[2] == 1 else i * sizes.bq, 0 if d_bias.shape[3] == 1 else j * sizes.bk)
-    start = tuple(jnp.asarray(x, jnp.int32) for x in start)
-    shape = [1 if full == 1 else size for full, size in zip(d_bias.shape, tile.shape, strict=True)]
-    old = jax.lax.dynamic_slice(d_bias, start, shape)
-    return jax.lax.dynamic_update_slice(d_bias, old + _sum_to(tile, shape), start)
-
-
-def _sum_to(x, shape):
-    """x summed over the axes along which ``shape`` broadcasts to it."""
-    x = jnp.sum(x, axis=tuple(range(x.ndim - len(shape))))
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
-    return jnp.sum(x, axis=axes, keepdims=True)
-
-
-# Arithmetic and control.
-
-
-def _dot(spec, a, b, static):
-    return jnp.einsum(spec, a, b, precision=static.precision, preferred_element_type=a.dtype)
-
-
-def _dropout_tile(dropout, sizes, i, j, dtype):
-    shape = (sizes.B, sizes.K * sizes.G)
-    tile = dropout.tile(shape, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
-    return _grouped(tile, sizes).astype(dtype)
-
-
 def _empty_state(rule, sizes, like, dtype):
     rows = (sizes.B, sizes.K, sizes.G, sizes.bq)
     start = rule.start(float(jnp.finfo(dtype).min))
@@ -462,30 +349,3 @@ def _empty_state(rule, sizes, like, dtype):
     f, stats = jax.eval_shape(rule.terms, jnp.zeros((*rows, 1), dtype), m)
     sums = jax.tree.map(lambda _: jnp.zeros((*rows, like.shape[-1]), dtype), f)
     return _compat.vary_like(Partial(sums, m, tuple(jnp.zeros((*rows, 1), dtype) for _ in stats)), like)
-
-
-def _loop(spans, body, carry):
-    """Runs ``body(tile, carry, masked)`` over the spans; a span of one tile known now needs no loop."""
-    for start, stop, masked in spans:
-        if isinstance(start, int) and isinstance(stop, int) and stop - start == 1:
-            carry = body(start, carry, masked)
-        else:
-            carry = jax.lax.fori_loop(start, stop, functools.partial(_call, body, masked), carry)
-    return carry
-
-
-def _call(body, masked, tile, carry):
-    return body(tile, carry, masked)
-
-
-def _stacked(fn, count):
-    if count == 1:
-        return jax.tree.map(lambda x: x[None], fn(0))
-    return jax.lax.map(fn, jnp.arange(count))
-
-
-def _scan(fn, carry, count):
-    if count == 1:
-        carry, out = fn(carry, 0)
-        return carry, jax.tree.map(lambda x: x[None], out)
-    return jax.lax.scan(fn, carry, jnp.arange(count))

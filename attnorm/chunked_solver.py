@@ -5,7 +5,7 @@ level, one for the output. Logits are recomputed in every pass. The backward pas
 derivative, one for the gradients. Tiles of keys in which no weight is positive are skipped from the pass on that
 finds them.
 
-Axes and layout are those of :mod:`attnorm.chunked`.
+Axes and layout are those of :mod:`attnorm.tile_layout`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,25 @@ from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
 from attnorm.normalizers.rule import prepared
 from attnorm.normalizers.tsallis import Leveled, Sums
+from attnorm.tile_layout import (
+    Static,
+    add_bias_tile,
+    dot,
+    dropout_tile,
+    from_key_tiles,
+    from_query_tiles,
+    grouped,
+    key_tiles,
+    keys_first,
+    loop_spans,
+    over_rows,
+    pad_bias,
+    places_of,
+    query_tiles,
+    scan_tiles,
+    stack_tiles,
+    sum_to,
+)
 
 SERVES = frozenset({"level", "rows", "map", "position", "count", "distance"})
 
@@ -43,7 +62,7 @@ def attend(
     block_sizes: chunked.BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Output in query's dtype; there is no log-norm. No dimension may be 0."""
-    static = chunked._Static(chunked._sizes(query, key, block_sizes), scale, logits_soft_cap, precision)
+    static = Static(chunked.sizes_of(query, key, block_sizes), scale, logits_soft_cap, precision)
     arrays = (query, key, value, bias, normalizer, visibility, dropout)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
     return _attend(static, *_compat.vary_alike(arrays)), None
@@ -56,8 +75,8 @@ def _attend(static, *arrays):
 
 def _attend_forward(static, query, key, value, bias, normalizer, visibility, dropout):
     tiles = _Tiles.of(static, query, key, value, bias, normalizer, visibility, dropout)
-    output, rows = chunked._stacked(functools.partial(_output_of_queries, tiles), static.sizes.nq)
-    output = chunked._from_query_tiles(static.sizes, output).astype(query.dtype)
+    output, rows = stack_tiles(functools.partial(_output_of_queries, tiles), static.sizes.nq)
+    output = from_query_tiles(static.sizes, output).astype(query.dtype)
     output = checkpoint_name(output, "attnorm_output")
     rows = checkpoint_name(rows, "attnorm_row_state")
     return output, (query, key, value, bias, normalizer, visibility, dropout, rows)
@@ -91,13 +110,13 @@ class _Tiles(NamedTuple):
         dtype = jnp.promote_types(query.dtype, jnp.float32)
         return _Tiles(
             static,
-            chunked._over_rows(normalizer, sizes),
-            chunked._query_tiles(sizes, query.astype(dtype) * static.scale),
-            chunked._key_tiles(sizes, key.astype(dtype)),
-            chunked._key_tiles(sizes, value.astype(dtype)),
-            chunked._padded_bias(bias, sizes, dtype),
+            over_rows(normalizer, sizes),
+            query_tiles(sizes, query.astype(dtype) * static.scale),
+            key_tiles(sizes, key.astype(dtype)),
+            key_tiles(sizes, value.astype(dtype)),
+            pad_bias(bias, sizes, dtype),
             visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk),
-            chunked._places(normalizer, visibility, sizes, dtype),
+            places_of(normalizer, visibility, sizes, dtype),
             dropout,
             dtype,
         )
@@ -122,15 +141,15 @@ class _Tiles(NamedTuple):
         if not masked:
             return None
         sizes = self.static.sizes
-        return chunked._grouped(self.padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
+        return grouped(self.padded.tile(i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
 
     def raw_logits(self, q, i, j):
         """Logits after bias and cap, and the cap's slope, or None."""
         sizes, cap = self.static.sizes, self.static.logits_soft_cap
-        s = chunked._dot("bkih,bkjh->bkij", q, self.keys[j], self.static).reshape(self.tile_shape)
+        s = dot("bkih,bkjh->bkij", q, self.keys[j], self.static).reshape(self.tile_shape)
         if self.bias is not None:
             tile = slice_tile(self.bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
-            s = s + chunked._grouped(tile, sizes)
+            s = s + grouped(tile, sizes)
         if cap is None:
             return s, None
         capped = jnp.tanh(s / cap)
@@ -141,7 +160,7 @@ class _Tiles(NamedTuple):
         return _mapped(self.rule, self.raw_logits(q, i, j)[0], self.visible(i, j, masked), self.places(i, j))
 
     def kept(self, i, j):
-        return chunked._dropout_tile(self.dropout, self.static.sizes, i, j, self.dtype)
+        return dropout_tile(self.dropout, self.static.sizes, i, j, self.dtype)
 
     def flat(self, tile):
         sizes = self.static.sizes
@@ -177,9 +196,7 @@ def _output_of_queries(tiles, i):
                 weights = jnp.where(visible, weights, 0)
             if tiles.dropout is not None:
                 weights = weights * tiles.kept(i, j)
-            product = chunked._dot(
-                "bkij,bkjh->bkih", tiles.flat(weights), finite_or_zero(v) if masked else v, static
-            )
+            product = dot("bkij,bkjh->bkih", tiles.flat(weights), finite_or_zero(v) if masked else v, static)
             accumulator = accumulator + product.reshape(accumulator.shape)
             if masked:
                 sees_marked = visible & has_nonfinite(v)[:, :, None, None, :]
@@ -189,7 +206,7 @@ def _output_of_queries(tiles, i):
         return tiles.if_active(active[j], visit, carry)
 
     zeros = jnp.zeros((*tiles.tile_shape[:-1], tiles.values.shape[-1]), tiles.dtype)
-    output = chunked._loop(spans, key_tile, _compat.vary_like(zeros, tiles.queries))
+    output = loop_spans(spans, key_tile, _compat.vary_like(zeros, tiles.queries))
     return output, _Rows(m, level, active)
 
 
@@ -207,7 +224,7 @@ def _first_pass(tiles, q, i, spans):
 
     floor, zero = tiles.rows_of(float(jnp.finfo(tiles.dtype).min)), tiles.rows_of(0)
     tile_max = jnp.repeat(tiles.rows_of(-jnp.inf)[None], sizes.nk, axis=0)
-    m, tile_max, sums = chunked._loop(spans, key_tile, (floor, tile_max, Sums(zero, zero, zero)))
+    m, tile_max, sums = loop_spans(spans, key_tile, (floor, tile_max, Sums(zero, zero, zero)))
     return m, tile_max, rule.guessed_search(sums, sizes.S)
 
 
@@ -226,7 +243,7 @@ def _solved(tiles, q, i, spans, m, tile_max, search):
             return tiles.if_active(active[j], visit, sums)
 
         zero = tiles.rows_of(0)
-        sums = chunked._loop(spans, key_tile, Sums(zero, zero, zero))
+        sums = loop_spans(spans, key_tile, Sums(zero, zero, zero))
         return count + 1, rule.next_search(search, sums)
 
     def unsolved(state):
@@ -250,7 +267,7 @@ def _attend_backward(static, residuals, d_output):
     query, key, value, bias, normalizer, visibility, dropout, all_rows = residuals
     sizes = static.sizes
     tiles = _Tiles.of(static, query, key, value, bias, normalizer, visibility, dropout)
-    d_outputs = chunked._query_tiles(sizes, d_output.astype(tiles.dtype))
+    d_outputs = query_tiles(sizes, d_output.astype(tiles.dtype))
     finite_queries, finite_keys = finite_or_zero(tiles.queries), finite_or_zero(tiles.keys)
 
     def query_tile(carry, i):
@@ -271,7 +288,7 @@ def _attend_backward(static, residuals, d_output):
 
             spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), tiles.rule)
             (p, y), pull = jax.vjp(weights, s, spread)
-            d_weights = chunked._dot("bkih,bkjh->bkij", d_out, tiles.values[j], static).reshape(s.shape)
+            d_weights = dot("bkih,bkjh->bkij", d_out, tiles.values[j], static).reshape(s.shape)
             if tiles.dropout is not None:
                 kept = tiles.kept(i, j)
                 y, d_weights = y * kept, d_weights * kept
@@ -291,7 +308,7 @@ def _attend_backward(static, residuals, d_output):
 
             return tiles.if_active(active[j], visit, carry)
 
-        pulled_sum, slope_sum = chunked._loop(spans, row_sums, (tiles.rows_of(0), tiles.rows_of(0)))
+        pulled_sum, slope_sum = loop_spans(spans, row_sums, (tiles.rows_of(0), tiles.rows_of(0)))
         d_constraint = -pulled_sum / jnp.where(slope_sum == 0, 1, slope_sum)
 
         def key_tile(j, carry, masked):
@@ -302,12 +319,12 @@ def _attend_backward(static, residuals, d_output):
                     ds = ds * cap_slope
                 if masked:
                     ds, d_rule = jax.tree.map(lambda x: jnp.where(visible, x, 0), (ds, d_rule))
-                d_rule = jax.tree.map(lambda x, zero: chunked._sum_to(x, zero.shape), d_rule, zeros[-1])
+                d_rule = jax.tree.map(lambda x, zero: sum_to(x, zero.shape), d_rule, zeros[-1])
                 flat = tiles.flat(ds)
                 return (
-                    chunked._dot("bkij,bkjh->bkih", flat, finite_keys[j], static),
-                    chunked._dot("bkij,bkih->bkjh", flat, finite_queries[i].reshape(q.shape), static),
-                    chunked._dot("bkij,bkih->bkjh", tiles.flat(y), d_out, static),
+                    dot("bkij,bkjh->bkih", flat, finite_keys[j], static),
+                    dot("bkij,bkih->bkjh", flat, finite_queries[i].reshape(q.shape), static),
+                    dot("bkij,bkih->bkjh", tiles.flat(y), d_out, static),
                     None if tiles.bias is None else ds,
                     d_rule,
                 )
@@ -320,12 +337,12 @@ def _attend_backward(static, residuals, d_output):
             )
             own_dq, own_dk, own_dv, ds, own_rule = tiles.if_active(active[j], visit, zeros)
             if tiles.bias is not None:
-                d_bias = chunked._add_bias_tile(d_bias, chunked._transposed(ds), sizes, i, j)
+                d_bias = add_bias_tile(d_bias, keys_first(ds), sizes, i, j)
             d_rule = jax.tree.map(jnp.add, d_rule, own_rule)
             return dq + own_dq, dk.at[j].add(own_dk), dv.at[j].add(own_dv), d_bias, d_rule
 
         tile_like = jnp.broadcast_to(tiles.rows_of(0), tiles.tile_shape)
-        dq, *carry = chunked._loop(spans, key_tile, (jnp.zeros_like(q), *carry))
+        dq, *carry = loop_spans(spans, key_tile, (jnp.zeros_like(q), *carry))
         return tuple(carry), dq.reshape(tiles.queries[i].shape)
 
     zeros = (
@@ -334,10 +351,10 @@ def _attend_backward(static, residuals, d_output):
         None if bias is None else jnp.zeros(tiles.bias.shape, tiles.dtype),
         jax.tree.map(jnp.zeros_like, tiles.rule),
     )
-    (dk, dv, d_bias, d_rule), dq = chunked._scan(query_tile, _compat.vary_like(zeros, query), sizes.nq)
-    dq = chunked._from_query_tiles(sizes, dq * static.scale).astype(query.dtype)
-    dk = chunked._from_key_tiles(sizes, dk).astype(key.dtype)
-    dv = chunked._from_key_tiles(sizes, dv).astype(value.dtype)
+    (dk, dv, d_bias, d_rule), dq = scan_tiles(query_tile, _compat.vary_like(zeros, query), sizes.nq)
+    dq = from_query_tiles(sizes, dq * static.scale).astype(query.dtype)
+    dk = from_key_tiles(sizes, dk).astype(key.dtype)
+    dv = from_key_tiles(sizes, dv).astype(value.dtype)
     if d_bias is not None:
         d_bias = d_bias[..., : bias.shape[-2], : bias.shape[-1]].astype(bias.dtype)
     d_normalizer = jax.tree.map(lambda a, b: b.reshape(a.shape), normalizer, d_rule)

@@ -16,7 +16,17 @@ ROOT = Path(attnorm.__file__).parent
 LAYERS = [
     {"_compat", "finite", "tiling"},
     {"normalizers", "masks", "dropout"},
-    {"places", "output_norms", "arguments", "sharding", "reference", "chunked", "chunked_solver", "kernels"},
+    {
+        "places",
+        "tile_layout",
+        "output_norms",
+        "arguments",
+        "sharding",
+        "reference",
+        "chunked",
+        "chunked_solver",
+        "kernels",
+    },
     {"attention"},
     {"attnorm"},
     {"flax_adapter", "modules"},
