@@ -1,4 +1,4 @@
-"""Measures the contenders on the device of this machine, and holds our speed on CPU against the bars."""
+"""Measures the contenders on the device of this machine, and holds our speed against the bars."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(
     result |= {"cases": [], "bars": []}
     for number, case in enumerate(cases, 1):
         names = [name for name in contenders if fits(name, case)]
-        say = functools.partial(_numbered, progress, f"[{number}/{len(cases)}] ")
+        say = functools.partial(_prefixed, progress, f"[{number}/{len(cases)}] ")
         measured = run_case(case, names, rounds, threads, say, checked=checked, torch_python=torch_python)
         result["versions"] |= measured.pop("versions")
         result["cases"].append(measured)
@@ -76,7 +76,7 @@ def run(
     return result
 
 
-def _numbered(progress, prefix, message):
+def _prefixed(progress, prefix, message):
     progress(prefix + message)
 
 

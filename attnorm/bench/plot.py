@@ -21,7 +21,9 @@ def times(result: dict, path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.legend()
-    _save(figure, f"{result['kind']}: {result['hardware']['device']}", path)
+    hardware = result["hardware"]
+    device = hardware["cpu"] if hardware["device"] == "cpu" else hardware["device"]
+    _save(figure, f"{result['kind']}: {device}", path)
 
 
 def cycles(result: dict, path: Path) -> None:

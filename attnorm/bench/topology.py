@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import glob
 import importlib.util
 import os
@@ -51,6 +52,7 @@ class CompiledProgram:
     memory: object  # of jax.stages.Compiled.memory_analysis
 
 
+@functools.cache
 def require_libtpu() -> Path:
     """Prepares this process to compile with libtpu, before it is loaded; the folder of its dumps.
 
@@ -59,14 +61,12 @@ def require_libtpu() -> Path:
     """
     if not importlib.util.find_spec("libtpu"):
         raise LibtpuMissing("needs libtpu, which is not installed: pip install 'attnorm[tpu]'")
-    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
-    if match := re.search(r"--xla_jf_dump_to=(\S+)", arguments):
-        return Path(match[1])
     folder = tempfile.mkdtemp(prefix="attnorm-bundles-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # There is no machine to ask, and other processes may have loaded libtpu too.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join([arguments, f"--xla_jf_dump_to={folder}", *_DUMP_FLAGS])
+    arguments = [os.environ.get("LIBTPU_INIT_ARGS", ""), f"--xla_jf_dump_to={folder}", *_DUMP_FLAGS]
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(arguments)
     return Path(folder)
 
 
