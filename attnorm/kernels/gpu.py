@@ -134,22 +134,19 @@ def _interpreter():
 
 def _forward_tiling(query, key, value):
     """128 queries, or 64 where there are no more; as many keys as registers and shared memory hold."""
-    H, Hv = (round_up(x.shape[-1], _COLUMNS) for x in (query, value))
-    bk = 128 if Hv <= 128 and H <= 128 else 64
-    return _tiling(query, key, min(128, round_up(query.shape[1], _ROWS)), bk)
+    T, S = query.shape[1], key.shape[1]
+    bk = 128 if max(query.shape[-1], value.shape[-1]) <= 128 else 64
+    return Tiling(T, S, min(128, round_up(T, _ROWS)), bk)
 
 
 def _backward_tilings(query, key, value):
-    """Of the kernel for queries and of that for keys."""
-    H, Hv = (round_up(x.shape[-1], _COLUMNS) for x in (query, value))
-    own = 128 if H + Hv <= 384 else 64  # what two tiles of either side leave of the shared memory
-    by_queries = _tiling(query, key, min(own, round_up(query.shape[1], _ROWS)), 64)
-    by_keys = _tiling(query, key, 64, min(own, round_up(key.shape[1], _ROWS)))
+    """Of the kernel for queries, and of that for keys."""
+    T, S = query.shape[1], key.shape[1]
+    # Of its own side a thread block holds this many rows; of the other, two tiles of 64.
+    own = 128 if _padded_width(query) + _padded_width(value) <= 384 else 64
+    by_queries = Tiling(T, S, min(own, round_up(T, _ROWS)), _ROWS)
+    by_keys = Tiling(T, S, _ROWS, min(own, round_up(S, _ROWS)))
     return by_queries, by_keys
-
-
-def _tiling(query, key, bq, bk):
-    return Tiling(query.shape[1], key.shape[1], bq, bk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -162,12 +159,15 @@ def _attend_forward(static, query, key, value, bias, normalizer, visibility):
 
     T, Hv = query.shape[1], value.shape[-1]
     tiling = _forward_tiling(query, key, value)
-    # A broken number must not meet the weight 0 of a pair that does not see it. Values stop here, and mark their key,
-    # which reaches nothing but its own logits.
-    broken = has_nonfinite(key) | has_nonfinite(value)
-    marked = key + nan_where(broken, key.dtype)[..., None]
+    kernel_key, kernel_value = key, value
+    if _hides(visibility):
+        # A broken number must not meet the weight 0 of a pair that does not see it. Values stop here, and mark
+        # their key, which reaches nothing but its own logits.
+        broken = has_nonfinite(key) | has_nonfinite(value)
+        kernel_key = key + nan_where(broken, key.dtype)[..., None]
+        kernel_value = finite_or_zero(value)
     inputs, schedule = _inputs(
-        static, tiling, query, marked, finite_or_zero(value), bias, normalizer, visibility, keys_outer=False
+        static, tiling, query, kernel_key, kernel_value, bias, normalizer, visibility, keys_outer=False
     )
     output, m, *stats = forward(static, inputs, schedule, tiling)
     output = checkpoint_name(output[..., :Hv], "attnorm_output")
@@ -237,9 +237,8 @@ def _run_backward(static, arrays, d_output, rows):
     from attnorm.kernels.gpu_backward import key_gradients, query_gradient
 
     query, key, value, _, normalizer, visibility = arrays
-    H, Hv = query.shape[-1], value.shape[-1]
-    # Where one of these was not finite, so is the row state of every row that sees it.
-    query, key, value = (finite_or_zero(x) for x in (query, key, value))
+    if _hides(visibility):  # where one of these was not finite, neither is the state of a row that sees it
+        query, key, value = (finite_or_zero(x) for x in (query, key, value))
     d_output = _wide(d_output)
     rows = jnp.stack([jnp.swapaxes(x, 1, 2) for x in rows], axis=2)
 
@@ -254,9 +253,10 @@ def _run_backward(static, arrays, d_output, rows):
     dq, d_rule = query_gradient(static, *inputs(by_queries, keys_outer=False), by_queries)
     key_inputs = inputs(by_keys, keys_outer=True)
     # Both at once where their sums fit into registers.
-    calls = [("key", "value")] if H + Hv <= 256 else [("key",), ("value",)]
+    together = _padded_width(key) + _padded_width(value) <= 256
+    calls = [("key", "value")] if together else [("key",), ("value",)]
     dk, dv = (x for names in calls for x in key_gradients(static, *key_inputs, by_keys, names))
-    return dq[..., :H], dk[..., :H], dv[..., :Hv], d_rule
+    return *(d[..., : x.shape[-1]] for d, x in ((dq, query), (dk, key), (dv, value))), d_rule
 
 
 def _inputs(static, tiling, query, key, value, bias, normalizer, visibility, keys_outer):
@@ -288,6 +288,15 @@ def _inputs(static, tiling, query, key, value, bias, normalizer, visibility, key
     return inputs, schedule
 
 
+def _hides(visibility):
+    """Whether some pair of a query and a key may be hidden."""
+    return bool(jax.tree.leaves(visibility)) or (visibility.left, visibility.right) != (None, None)
+
+
 def _wide(x):
     """x with its head dim padded with zeros, to what the matrix instruction takes."""
-    return jnp.pad(x, [(0, 0)] * 3 + [(0, round_up(x.shape[-1], _COLUMNS) - x.shape[-1])])
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, _padded_width(x) - x.shape[-1])])
+
+
+def _padded_width(x):
+    return round_up(x.shape[-1], _COLUMNS)

@@ -56,13 +56,13 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             dq, d_rule, state = carry
             inner = start + indices[0]
             place = tile.Place(batch, head, i, inner * bk, (tile.ROWS, bk), transposed=False)
+            is_full = schedule.full(inputs.tables, batch, outer, inner)
             m, g, *d_stats = (tile.over_rows(x, place.shape) for x in state)
             s = tile.product(queries.at[group], key.transpose((1, 0)), place.shape)
+            s, capped = tile.logits(static, inputs, place, is_full, s)
+            _, back = tile.recompute(tile.rule_over(inputs.rule, head, place.shape), s, capped, m)
             dp = tile.product(d_outputs.at[group], value.transpose((1, 0)), place.shape)
             plgpu.barrier_arrive(value_done)
-            s, capped = tile.logits(static, inputs, schedule, place, outer, inner, s)
-            rule = tile.rule_over(inputs.rule, head, place.shape)
-            _, back = tile.recompute(rule, s, capped, m)
             ds, d_spread = back(g * dp, d_stats)
             d_spread = jax.tree.leaves(d_spread)
             d_rule = tuple(total + jnp.sum(x, axis=1) for total, x in zip(d_rule, d_spread, strict=True))
@@ -136,13 +136,14 @@ def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling, names
             inner = start + indices[1]
             shape = (tile.ROWS, bq)
             place = tile.Place(batch, first_head + indices[0], inner * bq, j, shape, transposed=True)
+            is_full = schedule.full(inputs.tables, batch, outer, inner)
 
             def of_row(r):
                 return tile.over(state.at[r], 0, 1, shape)
 
             # One gradient after the other, to need fewer registers.
             s = tile.product(keys.at[group], query.transpose((1, 0)), shape)
-            s, capped = tile.logits(static, inputs, schedule, place, outer, inner, s)
+            s, capped = tile.logits(static, inputs, place, is_full, s)
             f, back = tile.recompute(tile.rule_over(inputs.rule, place.head, shape), s, capped, of_row(0))
             if "value" in totals:
                 weights = (of_row(1) * f).astype(dtype)

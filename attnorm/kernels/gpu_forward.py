@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attnorm.kernels import gpu_tile as tile
 from attnorm.kernels.gpu_call import kernel_call
+from attnorm.kernels.gpu_rule import translated
 from attnorm.kernels.schedule import Schedule
 
 
@@ -51,12 +52,13 @@ def forward(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             plgpu.barrier_wait(arrived.at[group])
             floor = float(jnp.finfo(jnp.float32).min)
             vector = plgpu.layout_cast(jnp.zeros(tile.ROWS, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            m = jnp.broadcast_to(jnp.asarray(rule(vector.shape).start(floor), jnp.float32), vector.shape)
+            first = translated(lambda rule: rule.start(floor))(rule(vector.shape))
+            m = jnp.broadcast_to(jnp.asarray(first, jnp.float32), vector.shape)
             pl.when(group == 1)(take_turns)
             accumulator, m, stats = pipeline((tile.zeros(tile.ROWS, Hv), m, (vector,) * num_stats))
             pl.when(group == 0)(take_turns)
 
-            g = rule(m.shape).finalize(stats, m)
+            g = translated(rule(m.shape).finalize)(stats, m)
             result = (queries if shares_memory else results).at[group]
             result[...] = (accumulator * tile.over_rows(g, accumulator.shape)).astype(dtype)
             plgpu.commit_smem()
@@ -69,6 +71,7 @@ def forward(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             accumulator, m_old, stats = carry
             inner = start + indices[0]
             place = tile.Place(batch, head, i, inner * bk, (tile.ROWS, bk), transposed=False)
+            is_full = schedule.full(inputs.tables, batch, outer, inner)  # early, for it reads global memory
 
             def multiply(accumulator):
                 plgpu.wgmma(accumulator, queries.at[group], key.transpose((1, 0)))
@@ -77,14 +80,15 @@ def forward(static, inputs: tile.Inputs, schedule: Schedule, tiling):
 
             s = pl.run_scoped(multiply, plgpu.ACC(place.shape, jnp.float32))
             plgpu.barrier_arrive(key_done)
-            s, _ = tile.logits(static, inputs, schedule, place, outer, inner, s)
-            m = jnp.maximum(m_old, jnp.max(s, axis=1))
-            f, terms = rule(s.shape).terms(s, tile.over_rows(m, s.shape))
-            factor, factors = rule(m.shape).rescale(m_old, m)
-            stats = tuple(
-                old * r + jnp.sum(h, axis=1) for old, r, h in zip(stats, factors, terms, strict=True)
-            )
-            accumulator = accumulator * tile.over_rows(factor, accumulator.shape)
+            s, _ = tile.logits(static, inputs, place, is_full, s)
+            m = jnp.maximum(m_old, jnp.max(s, axis=1)) if inputs.rule.uses_max else m_old
+            f, terms = translated(rule(s.shape).terms)(s, tile.over_rows(m, s.shape))
+            terms = [jnp.sum(h, axis=1) for h in terms]
+            if inputs.rule.uses_max:
+                factor, factors = translated(rule(m.shape).rescale)(m_old, m)
+                stats = [h * r for h, r in zip(stats, factors, strict=True)]
+                accumulator = accumulator * tile.over_rows(factor, accumulator.shape)
+            stats = tuple(a + b for a, b in zip(stats, terms, strict=True))
             f = f.astype(dtype)
             take_turns()
             accumulator = tile.add_product(static, accumulator, f, value)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attnorm.kernels.plain_sums import with_plain_sums
-from attnorm.kernels.schedule import Schedule, Tables
+from attnorm.kernels.gpu_rule import tanh, translated
+from attnorm.kernels.schedule import Tables
 from attnorm.masks import visible_pairs
 
 # Rows of a tile that one warpgroup holds: the height of its matrix instruction.
@@ -121,25 +121,26 @@ def rule_over(rule, head, shape):
     return jax.tree.map(lambda ref: jnp.full(shape, ref[head], jnp.float32), rule)
 
 
-def logits(static, inputs: Inputs, schedule: Schedule, place: Place, outer, inner, s):
-    """The logits from the products of queries and keys, -inf at hidden pairs; and the soft cap's tanh or None."""
+def logits(static, inputs: Inputs, place: Place, is_full, s):
+    """The logits from the products of queries and keys, -inf at hidden pairs; and the soft cap's tanh or None.
+
+    ``is_full``: whether every pair of the tile is visible.
+    """
     if static.scale != 1:
         s = s * static.scale
     if inputs.bias is not None:
         s = s + _pairs(inputs.bias, place).astype(jnp.float32)
     capped = None
     if static.logits_soft_cap is not None:
-        # By exp: the hardware's tanh has 11 bits.
-        capped = 1 - 2 / (jnp.exp(s * (2 / static.logits_soft_cap)) + 1)
+        capped = tanh(s / static.logits_soft_cap)
         s = static.logits_soft_cap * capped
 
     def masked(s):
         return jnp.where(visible(static, inputs, place), s, -jnp.inf)
 
-    is_full = schedule.full(inputs.tables, place.batch, outer, inner)
     if is_full is False:
         s = masked(s)
-    elif is_full is not True:
+    elif is_full is not True:  # not known until the kernel runs
         s = jax.lax.cond(is_full, lambda s: s, masked, s)
     return s, capped
 
@@ -150,10 +151,15 @@ def recompute(rule, s, capped, m):
     It takes the gradients of the numerators and of every statistic, over the tile, to those of the products of
     queries and keys (but for the scale) and of the rule's parameters.
     """
-    (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m), s, rule)
+
+    def numerators_and_pull(s, m, rule):
+        (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m), s, rule)
+        return f, pull
+
+    f, pull = translated(numerators_and_pull)(s, m, rule)
 
     def back(df, d_stats):
-        ds, d_rule = with_plain_sums(pull, (df, tuple(d_stats)))
+        ds, d_rule = translated(pull)((df, tuple(d_stats)))
         return ds if capped is None else ds * (1 - capped * capped), d_rule
 
     return f, back
