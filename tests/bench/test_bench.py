@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import attnorm
-from attnorm.bench import check, contenders, cost, measured, runner
+from attnorm.bench import check, contenders, cost, measured, plot, runner
 from attnorm.bench.__main__ import main
 from attnorm.bench.contenders import Case
 
@@ -76,6 +76,12 @@ def test_table_and_progress(report):
     assert run.stdout.strip() == "\n".join(measured.table(case) for case in report["cases"]).strip()
     assert "forward + backward, float32, length 24" in run.stdout
     assert run.stderr.startswith("[1/2] L=24 float32 forward: preparing chunked l2")
+
+
+def test_figure(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot.times(report[0], tmp_path / "times.png")
+    assert (tmp_path / "times.png").stat().st_size > 10_000
 
 
 def test_table_of_known_numbers():
