@@ -96,7 +96,7 @@ def sparsemax(
 
     >>> import jax.numpy as jnp
     >>> from attnorm import sparsemax
-    >>> print(sparsemax(jnp.array([1.0, 0.5, -1.0])))
+    >>> print(jnp.round(sparsemax(jnp.array([1.0, 0.5, -1.0])), 3))
     [0.75 0.25 0.  ]
     """
     return make_sparsemax().weights(logits, axis=axis, where=where)
@@ -146,7 +146,7 @@ def entmax(
 
     >>> import jax.numpy as jnp
     >>> from attnorm import entmax
-    >>> print(entmax(jnp.array([1.0, 0.5, -1.0]), alpha=2.0))
+    >>> print(jnp.round(entmax(jnp.array([1.0, 0.5, -1.0]), alpha=2.0), 3))
     [0.75 0.25 0.  ]
     """
     return Tsallis(alpha).weights(logits, axis=axis, where=where)
