@@ -26,7 +26,7 @@ from attnorm.analysis.sources import Attention, Source, attentions
 from attnorm.normalizers import Normalizer
 from attnorm.normalizers.lp import LInf, Lp
 
-_BOUNDS = ("bound", "expected_low", "expected_high")
+_BOUNDS = ("bound", "expected_low", "expected_high", "expected_ceiling")
 _NUM_CRITICAL = 16
 _THRESHOLDS = 10 ** np.linspace(-4, 1, 11)  # of Theorem 2, in units of the radius
 

@@ -107,7 +107,8 @@ def distance_rows(
       ranks: of :func:`random_ranks`.
       num_selected: the K values of N, ascending.
       aggregate: as in :func:`attnorm.theory.selection_distance`.
-      with_bounds: whether Theorem 1's bounds are wanted, of 1.1 (``bound``) and 1.2 (``expected_low``, ``_high``).
+      with_bounds: whether Theorem 1's bounds are wanted: of 1.1 (``bound``, NaN where a weight is negative), of 1.2
+        (``expected_low``, ``_high``), and of Corollary 2 (``expected_ceiling``).
 
     Returns:
       ``distance``, ``expected``, and the bounds. 0 where a row has no more than N keys.
@@ -144,8 +145,8 @@ def distance_rows(
         result = {"distance": distance, "expected": jnp.mean(jax.vmap(sampled)(ranks), 0)}
         if with_bounds:
             result["bound"] = _theorem_1_1(weights, counted, chosen, rank, nums, num_selected, gram)
-            low, high = _theorem_1_2(weights, counted, whole, nums, count, gram)
-            result |= {"expected_low": low, "expected_high": high}
+            low, high, ceiling = _theorem_1_2(weights, counted, whole, nums, count, gram)
+            result |= {"expected_low": low, "expected_high": high, "expected_ceiling": ceiling}
         return result
 
     return _over_heads_and_rows(normalizer, rows, row, (jnp.moveaxis(ranks, 1, 0),))
@@ -165,7 +166,7 @@ def separability_rows(
     """Recall ``N_s / N``, precision and F of the N largest weights, and Theorem 2's bounds, per head, row and N.
 
     Returns:
-      ``recall``, ``precision``, ``f``, (N R K); ``low``, ``1 - Σ ξ / (r N)`` or 0 with the row's own r, which holds for
+      ``recall``, ``precision``, ``f``, (N R K), and bounds, NaN where a weight is negative: ``low``, ``1 - Σ ξ / (r N)`` or 0 with the row's own r, which holds for
       every row; ``paper_high``, the paper's upper form with that r; ``high``, (N R K Q): at each fixed threshold t, the
       proved bound if r <= t, else 1.
     """
@@ -188,15 +189,14 @@ def separability_rows(
             high = jax.vmap(
                 lambda t: proved_separability_upper_bound(top, floor, radius=radius, threshold=t)
             )(thresholds)
-            return {
-                "recall": recall,
-                "precision": precision,
-                "f": f,
+            bounds = {
                 # Nothing is strictly nearer than 0.
                 "low": jnp.where(nearest > 0, jnp.maximum(1 - jnp.mean(ceiling) / nearest, 0), 0),
                 "paper_high": jnp.mean(jnp.exp(-((ceiling - nearest) ** 2) / (2 * radius**2))),
                 "high": jnp.where(nearest > thresholds, 1, high),
             }
+            bounds = {key: jnp.where(_has_negative(weights), jnp.nan, bound) for key, bound in bounds.items()}
+            return {"recall": recall, "precision": precision, "f": f, **bounds}
 
         results = [of(N) for N in num_selected]
         return jax.tree.map(lambda *values: jnp.stack(values), *results)
@@ -246,7 +246,8 @@ def _theorem_1_1(weights, counted, chosen, rank, nums, num_selected, gram):
     weight_outside = jnp.sum(jnp.where(outside, weights, 0), -1)
     weight_inside = jnp.sum(jnp.where(counted, weights, 0)) - weight_outside
     bracket = weight_inside * jnp.sum(outside, -1) - weight_outside
-    return jnp.where(jnp.any(outside, -1), weight_outside * farthest + jnp.sqrt(longest) * bracket, 0)
+    bound = jnp.where(jnp.any(outside, -1), weight_outside * farthest + jnp.sqrt(longest) * bracket, 0)
+    return jnp.where(_has_negative(weights), jnp.nan, bound)
 
 
 def _theorem_1_2(weights, counted, whole, nums, count, gram):
@@ -263,4 +264,10 @@ def _theorem_1_2(weights, counted, whole, nums, count, gram):
     def mean_distance(squared):
         return excluded * jnp.sum(jnp.where(counted, jnp.sqrt(jnp.maximum(squared, 0)), 0), -1)
 
-    return mean_distance(mean_squared), mean_distance(mean_squared + jnp.maximum(variance, 0))
+    ceiling = (1 + nums) * excluded * jnp.sum(jnp.sqrt(squares))
+    return mean_distance(mean_squared), mean_distance(mean_squared + jnp.maximum(variance, 0)), ceiling
+
+
+def _has_negative(weights):
+    """Whether the bounds do not apply: some normalisers give negative weights, others miss 0 by rounding."""
+    return jnp.min(weights) < -1e-6 * jnp.max(jnp.abs(weights))

@@ -86,7 +86,13 @@ def test_distances_and_bounds(is_causal, name, vectors, hidden):
                     selected = np.isin(np.arange(len(weights)), chosen)
                     bound = theory.proved_distance_bound(weights, x_row, selected)
                     low, high = theory.proved_expected_distance_bounds(weights, x_row, N)
-                    for key, value in (("bound", bound), ("expected_low", low), ("expected_high", high)):
+                    ceiling = theory.proved_expected_distance_ceiling(weights, x_row, N)
+                    for key, value in (
+                        ("bound", bound),
+                        ("expected_low", low),
+                        ("expected_high", high),
+                        ("expected_ceiling", ceiling),
+                    ):
                         assert got[key][head, row, k] == pytest.approx(float(value), rel=2e-3, abs=1e-3), key
                     compared += 1
     assert compared >= 3

@@ -8,7 +8,7 @@ from attnorm.analysis.selection.summary import as_text, summarize
 
 DISTANCE = dict(
     normalizer="l2", length=64, num_selected=1, layer=0, head=0,
-    distance=2.0, bound=2.5, expected=1.0, expected_low=0.9, expected_high=1.1,
+    distance=2.0, bound=2.5, expected=1.0, expected_low=0.9, expected_high=1.1, expected_ceiling=3.0,
 )  # fmt: skip
 CRITICAL = dict(normalizer="l2", length=100, num_selected=6, is_critical=1)
 SEPARABILITY = dict(
@@ -48,6 +48,7 @@ def test_claims_that_are_true():
         ("2a", dict(bound=1.9), "Theorem 1.1 as proved"),
         ("2a", dict(expected_low=1.2), "Theorem 1.2 as proved"),
         ("2a", dict(expected_high=0.98), "Theorem 1.2 as proved"),
+        ("2a", dict(expected_ceiling=0.9), "E d̃ <="),
         ("2b", dict(distance=3.0), "d̃ collapses"),
         ("2b", dict(bound=0.9), "Theorem 1.1 as proved"),
         ("2c", dict(num_selected=20), "the critical N"),
@@ -81,8 +82,9 @@ def test_growth_and_slopes_are_fitted():
     ]
     tables["4"] = [row | dict(difference=0.1) for row in tables["4"]]
     rows = {row["claim"]: row for row in summarize(tables, ["l2"])}
-    growth = rows["E d̃ at fixed N cannot grow like L"]
+    growth = rows["E d̃ <= (1 + N) Σα max‖x‖: at fixed N it grows with Σα, not with L"]
     assert growth["verdict"] == "does not hold" and "L^1.00" in growth["measured"]
+    assert "over its ceiling: 1.333" in growth["measured"]
     flat = rows["g grows like 1/T below T = 0.1"]
     assert flat["verdict"] == "does not hold" and "T^" in flat["measured"]
     assert rows["a random direction does not measure ‖J‖₂ (here: half of it or less)"]["verdict"] == "holds"
@@ -91,7 +93,15 @@ def test_growth_and_slopes_are_fitted():
 def test_what_cannot_be_judged_is_not():
     tables = true_tables()
     tables["4"] = [row | dict(proved_bound=math.nan, spectral_bound=math.nan) for row in tables["4"][-1:]]
+    tables["3"] = [row | dict(low=math.nan, high=math.nan, paper_high=math.nan) for row in tables["3"]]
+    tables["2a"][1]["bound"] = math.nan
     found = verdicts(tables)
+    assert [at for at, verdict in found.items() if at[0] in ("2a", "3") and verdict == "not judged"] == [
+        ("2a", "Theorem 1.1 as proved: d̃ stays below its bound"),
+        ("3", "Theorem 2, lower side"),
+        ("3", "Theorem 2, upper side"),
+        ("3", "Theorem 2, upper side as proved (for independent uniform x)"),
+    ]
     assert found["4", "‖J‖₂ <= C_p/T and g <= min(C_p/T, D_p/ε)"] == "not judged"
     assert found["4", "g grows like 1/T below T = 0.1"] == "not judged"
 
