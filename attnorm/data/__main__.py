@@ -16,7 +16,7 @@ from attnorm.data.tokenizers import (
     TokenizerError,
     train_bpe,
 )
-from attnorm.data.tokens import TokensError, write_tokens
+from attnorm.data.tokens import write_tokens
 
 _TFDS, _BPE = "tfds:", "bpe:"
 
@@ -45,11 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = _tokenizer(options.tokenizer, texts, options.out)
         bar = tqdm(texts(), desc="documents", unit="", disable=None)
         num_tokens = write_tokens(options.out, bar, tokenizer)
-    except (TextError, TokenizerError, TokensError, ValueError) as error:
+    except (ValueError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        print(f"error: {error}; install it with: pip install 'attnorm[analysis]'", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: cannot write {error.filename or options.out}: {error.strerror}", file=sys.stderr)

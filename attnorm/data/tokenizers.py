@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -58,8 +59,7 @@ class PretrainedTokenizer:
     """
 
     def __init__(self, folder: Path):
-        import tokenizers
-
+        tokenizers = _tokenizers()
         folder = Path(folder)
         file, vocab, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
         try:
@@ -106,8 +106,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> Pretrained
       TokenizerError: the folder has a tokenizer already, which would be overwritten.
       ModuleNotFoundError: the tokenizers package is not installed.
     """
-    import tokenizers
-
+    tokenizers = _tokenizers()
     if vocab_size < 257:
         raise ValueError(f"vocab_size must be at least 257, got {vocab_size}")
     file = Path(folder) / "tokenizer.json"
@@ -128,3 +127,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> Pretrained
     tokenizer.save(str(temporary))
     os.replace(temporary, file)
     return PretrainedTokenizer(file.parent)
+
+
+def _tokenizers() -> ModuleType:
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "byte-pair encodings need the tokenizers package: pip install 'attnorm[analysis]'",
+            name=error.name,
+        ) from error
+    return tokenizers

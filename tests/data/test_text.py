@@ -1,6 +1,7 @@
 """Texts and tokenisers: what is read comes back, and what cannot be read is named."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,13 @@ def test_pretrained_tokenizers_that_cannot_be_read(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match="the tokenizer in .* cannot be read"):
         PretrainedTokenizer(tmp_path)
+
+
+def test_without_the_tokenizers_package(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for make in (lambda: PretrainedTokenizer(GPT2), lambda: train_bpe([SAMPLE], 270, tmp_path)):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'attnorm\[analysis\]'"):
+            make()
 
 
 def test_trained_tokenizer(tmp_path):

@@ -147,7 +147,8 @@ def _download(model: str) -> Path:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{model!r} is no folder, and to look for it on the Hugging Face hub huggingface_hub is needed",
+            f"{model!r} is no folder, and to look for it on the Hugging Face hub huggingface_hub is needed: "
+            "pip install 'attnorm[analysis]'",
             name=error.name,
         ) from error
     try:

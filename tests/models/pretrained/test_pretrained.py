@@ -203,7 +203,7 @@ def test_names_that_are_neither_folder_nor_id():
 
 def test_without_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModuleNotFoundError, match="huggingface_hub is needed"):
+    with pytest.raises(ModuleNotFoundError, match=r"huggingface_hub is needed: pip install"):
         open_checkpoint("openai-community/gpt2")
 
 
