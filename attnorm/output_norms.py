@@ -31,9 +31,8 @@ def head_rms(
 
     >>> import jax.numpy as jnp
     >>> from attnorm.output_norms import head_rms
-    >>> print(jnp.round(head_rms(jnp.array([[3.0, -3.0], [0.0, 0.5]])), 3))
-    [[ 1.    -1.   ]
-     [ 0.     1.414]]
+    >>> [round(float(x), 3) for x in head_rms(jnp.array([[3.0, -3.0], [0.0, 0.5]])).ravel()]
+    [1.0, -1.0, 0.0, 1.414]
     """
     x = _wide(output, eps)
     return _gained(x * jax.lax.rsqrt(_mean(x * x, -1) + eps), gain).astype(output.dtype)
@@ -165,8 +164,8 @@ def polar(
 
     >>> import jax.numpy as jnp
     >>> from attnorm.output_norms import polar
-    >>> print(jnp.round(polar(jnp.array([[1.0, -1.0]]), jnp.array([1.0])), 3))
-    [[ 0.6 -0.6]]
+    >>> [round(float(x), 3) for x in polar(jnp.array([[1.0, -1.0]]), jnp.array([1.0])).ravel()]
+    [0.6, -0.6]
     """
     x = _wide(output, eps)
     length = jnp.tanh(beta * jnp.log1p(effective_count.astype(x.dtype)))

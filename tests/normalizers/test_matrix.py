@@ -1,0 +1,54 @@
+"""Weights that depend on more than one row of logits, against their formulas in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnorm.normalizers.matrix import differential, differential_init, differential_lambda, selective
+from tests.checks import double_precision
+
+
+def softmax(logits, where):
+    exponentials = np.where(where, np.exp(logits), 0)
+    return exponentials / np.maximum(exponentials.sum(-1, keepdims=True), 1e-300)
+
+
+def test_selective_votes_one_by_one():
+    rng = np.random.default_rng(0)
+    N, T = 2, 6
+    logits = rng.normal(size=(3, N, T, T))
+    where = rng.random((3, 1, T, T)) < 0.8
+    logits[~np.broadcast_to(where, logits.shape)] = np.nan
+    expected = np.zeros_like(logits)
+    for b, n, i in np.ndindex(3, N, T):
+        seen = where[b, 0, i, : i + 1]
+        row = np.where(seen, logits[b, n, i, : i + 1], 0)
+        for j in range(1, i):
+            voters = [k for k in range(j + 1, i) if where[b, 0, k, j]]
+            row[j] -= sum(max(logits[b, 0, k, j], 0) for k in voters)
+        expected[b, n, i, : i + 1] = softmax(row, seen)
+    with double_precision():
+        got = jax.jit(lambda s: selective(s, where=where))(jnp.asarray(logits))
+        slopes = jax.jit(jax.grad(lambda s: jnp.sum(selective(s, where=where) ** 2)))(jnp.asarray(logits))
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
+    assert np.isfinite(slopes).all()
+    with pytest.raises(ValueError, match=r"\(\.\.\., N, T, T\), got \(2, 3, 4\)"):
+        selective(jnp.zeros((2, 3, 4)))
+
+
+def test_differential():
+    rng = np.random.default_rng(1)
+    logits, other = rng.normal(size=(2, 4, 9))
+    where = rng.random((4, 9)) < 0.7
+    query, key = rng.normal(size=(2, 2, 5))
+    init = differential_init(3)
+    lam = np.exp(query[0] @ key[0]) - np.exp(query[1] @ key[1]) + 0.8 - 0.6 * np.exp(-0.9)
+    with double_precision():
+        got_lam = differential_lambda(jnp.asarray(query), jnp.asarray(key), init=init)
+        got = differential(jnp.asarray(logits), jnp.asarray(other), lam=got_lam, where=where)
+    np.testing.assert_allclose(
+        got, softmax(logits, where) - lam * softmax(other, where), rtol=1e-11, atol=1e-13
+    )
+    with pytest.raises(ValueError, match=r"other .* \(4, 9\), got \(4, 8\)"):
+        differential(logits, other[:, :8], lam=0.5)
