@@ -114,12 +114,21 @@ class GPTConfig:
         _require(0 < self.norm_eps < 1, "norm_eps", self.norm_eps, "a number in (0, 1)")
         _require(1 < self.rope_base < math.inf, "rope_base", self.rope_base, "a finite number > 1")
         _require(1 <= self.rope_factor < math.inf, "rope_factor", self.rope_factor, "a finite number >= 1")
-        if self.position == "rope":
-            _require(
-                0 < self.rope_fraction <= 1 and (self.rope_fraction * self.head_size) % 2 == 0,
-                "rope_fraction", self.rope_fraction,
-                f"in (0, 1], and {self.head_size} features times it an even whole number",
-            )  # fmt: skip
+        rotated = self.rotated_features
+        is_whole = math.isclose(rotated, self.rope_fraction * self.head_size)
+        _require(
+            self.position != "rope" or (0 < rotated <= self.head_size and rotated % 2 == 0 and is_whole),
+            "rope_fraction", self.rope_fraction,
+            f"in (0, 1], and {self.head_size} features times it an even whole number",
+        )  # fmt: skip
+        _require(
+            self.position == "rope" or self.rope_scaling == "none",
+            "rope_scaling", self.rope_scaling, f"none with position = {self.position}",
+        )  # fmt: skip
+        _require(
+            self.rope_scaling != "none" or self.rope_factor == 1,
+            "rope_factor", self.rope_factor, "1 where rope_scaling is none",
+        )  # fmt: skip
 
     @property
     def kv_heads(self) -> int:
@@ -128,6 +137,11 @@ class GPTConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.features // self.num_heads
+
+    @property
+    def rotated_features(self) -> int:
+        """Of a head, by rotary positions."""
+        return round(self.rope_fraction * self.head_size)
 
     @property
     def hidden_features(self) -> int:
@@ -184,7 +198,7 @@ class SelfAttention(nnx.Module):
     def _rotated(self, x, positions):
         config = self.config
         frequencies = rope_frequencies(
-            round(config.rope_fraction * config.head_size),
+            config.rotated_features,
             base=config.rope_base,
             scaling=config.rope_scaling,
             factor=config.rope_factor,

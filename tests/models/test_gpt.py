@@ -287,6 +287,9 @@ def test_published_sizes():
         ("rope_fraction", 0.5, r"rope_fraction must be in \(0, 1\], and 6 features times it an even"),
         ("rope_scaling", "ntk", "rope_scaling must be one of none, linear, yarn"),
         ("rope_factor", 0.5, "rope_factor must be a finite number >= 1"),
+        ("rope_factor", 2.0, "rope_factor must be 1 where rope_scaling is none, got 2.0"),
+        ("rope_fraction", 0.01, "rope_fraction must be in"),
+        ("rope_fraction", 4 / 3, "rope_fraction must be in"),
         ("norm_eps", 0.0, "norm_eps must be a number in"),
         ("logits_soft_cap", -1.0, "logits_soft_cap must be a finite number >= 0"),
         ("attention_scale", math.nan, "attention_scale must be a finite number >= 0, got nan"),
@@ -295,6 +298,12 @@ def test_published_sizes():
 def test_config_that_cannot_be(field, value, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**SIZES | {"position": "rope"} | {field: value})
+
+
+def test_scaling_of_rotations_that_there_are_not():
+    with pytest.raises(ValueError, match="rope_scaling must be none with position = alibi, got 'yarn'"):
+        GPTConfig(**SIZES, position="alibi", rope_scaling="yarn")
+    assert GPTConfig(**SIZES | {"head_dim": 100}, position="rope", rope_fraction=0.58).rotated_features == 58
 
 
 def test_more_tokens_than_learned_positions():
