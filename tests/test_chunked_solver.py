@@ -124,6 +124,7 @@ def test_mapped_rematerialised_and_sharded_gradients_are_the_plain_ones():
             assert_near("result", a, b[0], 1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_the_reference():
     arrays = make_arrays(B=1, T=T, S=S, N=2, K=1, H=8)
     options = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0), "normalizer": "entmax15"}

@@ -18,65 +18,75 @@ def draw(seed=0, shape=(2, 5, 3, 8)):
 def test_the_formulas_in_float64():
     x, gain, bias = draw(), draw(1, (3, 8)), draw(2, (3, 1))
     eps = 1e-3
+
+    @jax.jit
+    def normalized(x, gain, bias):
+        return (
+            output_norms.head_rms(x, gain=gain, eps=eps),
+            output_norms.head_layer(x, gain=gain, bias=bias, eps=eps),
+            output_norms.global_layer(x, gain=gain, bias=bias, eps=eps),
+        )
+
     with double_precision():
-        rms = output_norms.head_rms(jnp.asarray(x), gain=gain, eps=eps)
-        layer = output_norms.head_layer(jnp.asarray(x), gain=gain, bias=bias, eps=eps)
-        whole = output_norms.global_layer(jnp.asarray(x), gain=gain, bias=bias, eps=eps)
+        rms, layer, whole = jax.device_get(normalized(x, gain, bias))
     np.testing.assert_allclose(rms, gain * x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps), rtol=1e-12)
     for got, axis in ((layer, -1), (whole, (-2, -1))):
         mean, variance = x.mean(axis, keepdims=True), x.var(axis, keepdims=True)
         np.testing.assert_allclose(got, gain * (x - mean) / np.sqrt(variance + eps) + bias, rtol=1e-11)
 
 
-def test_rms_of_the_output_is_the_same_for_every_p():
-    query, key, value = (x.astype(np.float64) for x in make_arrays(T=9, S=9, N=2, K=1))
+def test_norms_of_each_head_are_the_same_for_every_p():
+    arrays = [x.astype(np.float64) for x in make_arrays(T=9, S=9, N=2, K=1)]
 
-    def normalized(p, normalize):
-        out = attnorm.dot_product_attention(
-            query, key, value, normalizer=attnorm.get_normalizer("lp", p=p), implementation="reference"
-        )
-        return normalize(out, eps=1e-30)
+    @jax.jit
+    def normalized(p, *arrays):
+        rule = attnorm.get_normalizer("lp", p=p)
+        out = attnorm.dot_product_attention(*arrays, normalizer=rule, implementation="reference")
+        norms = output_norms.head_rms, output_norms.head_layer, output_norms.global_layer
+        return [norm(out, eps=1e-30) for norm in norms]
 
     with double_precision():
-        for normalize in (output_norms.head_rms, output_norms.head_layer):
-            expected = normalized(1.0, normalize)
-            for p in (0.5, 2.0, 5.0, np.inf):
-                np.testing.assert_allclose(normalized(p, normalize), expected, rtol=1e-10)
+        first, *others = [jax.device_get(normalized(p, *arrays)) for p in (1.0, 0.5, 2.0, 5.0)]
+    for result in others:
+        for got, expected in zip(result[:2], first[:2], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-10)
         # Over all heads together it is not: each head has a factor of its own.
-        assert not np.allclose(
-            normalized(1.0, output_norms.global_layer), normalized(2.0, output_norms.global_layer), rtol=1e-3
-        )
+        assert not np.allclose(result[2], first[2], rtol=1e-3)
 
 
 def test_rescaling_makes_uniform_softmax_l2():
     """All logits 0: what remains of L2 over softmax is sqrt of the number of keys."""
-    _, key, value = make_arrays(T=7, S=7)
-    query = np.zeros((2, 7, 4, 16), np.float32)
-    outputs = [
-        attnorm.dot_product_attention(query, key, value, normalizer=name, is_causal=True)
-        for name in ("softmax", "l2")
-    ]
+    value = make_arrays(T=7, S=7)[2]
     count = 1 + np.arange(7)[:, None, None]
-    np.testing.assert_allclose(
-        output_norms.rescale_sqrt_position(outputs[0], count), outputs[1], rtol=1e-5, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        output_norms.unit_scale(outputs[0], count), outputs[1] / np.exp(0.5), rtol=1e-5, atol=1e-6
-    )
-    assert not np.isnan(output_norms.rescale_sqrt_position(outputs[0], np.zeros((7, 1, 1), int))).any()
+
+    @jax.jit
+    def outputs(value):
+        uniform = jnp.tri(7) / (1 + jnp.arange(7))[:, None]
+        out = jnp.einsum("ts,bskh->btkh", uniform, value)
+        l2 = jnp.einsum("ts,bskh->btkh", attnorm.l2(jnp.zeros((7, 7)), where=jnp.tri(7, dtype=bool)), value)
+        rescaled = output_norms.rescale_sqrt_position(out, count), output_norms.unit_scale(out, count)
+        return l2, *rescaled, output_norms.rescale_sqrt_position(out, 0 * count)
+
+    l2, rescaled, unit, empty = outputs(value)
+    np.testing.assert_allclose(rescaled, l2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(unit, l2 / np.exp(0.5), rtol=1e-5, atol=1e-6)
+    assert np.isfinite(empty).all()
 
 
 def test_gate_and_polar():
     x, gate = draw(), draw(1)
+    n_eff = np.random.default_rng(2).uniform(1, 9, (2, 5, 3))
+
+    @jax.jit
+    def both(x, gate, n_eff):
+        return output_norms.gated(x, gate), output_norms.polar(x, n_eff, beta=0.3, eps=1e-30)
+
     with double_precision():
-        gated = output_norms.gated(jnp.asarray(x), jnp.asarray(gate))
-        n_eff = jnp.asarray(np.random.default_rng(2).uniform(1, 9, (2, 5, 3)))
-        polar = output_norms.polar(jnp.asarray(x), n_eff, beta=0.3, eps=1e-30)
+        gated, polar = jax.device_get(both(x, gate, n_eff))
     np.testing.assert_allclose(gated, x / (1 + np.exp(-gate)), rtol=1e-12)
     np.testing.assert_allclose(
         np.sqrt(np.mean(np.square(polar), -1)), np.tanh(0.3 * np.log1p(n_eff)), rtol=1e-12
     )
-    polar = np.asarray(polar)
     cosine = (polar * x).sum(-1) / np.linalg.norm(polar, axis=-1) / np.linalg.norm(x, axis=-1)
     np.testing.assert_allclose(cosine, 1, rtol=1e-12)
 
@@ -85,9 +95,10 @@ def test_gate_and_polar():
 def test_zeros_and_narrow_dtypes(name):
     function = getattr(output_norms, name)
     zeros = jnp.zeros((2, 3, 4), jnp.bfloat16)
-    value, pull = jax.vjp(function, zeros)
-    assert value.dtype == jnp.bfloat16 and not value.any()
-    assert np.isfinite(np.asarray(pull(jnp.ones_like(zeros))[0], np.float32)).all()
+    value, slope = jax.jit(jax.value_and_grad(lambda x: function(x).astype(jnp.float32).sum()))(zeros)
+    assert slope.dtype == jnp.bfloat16 and value == 0
+    assert np.isfinite(np.asarray(slope, np.float32)).all()
+    assert jax.eval_shape(function, zeros).dtype == jnp.bfloat16
 
 
 def test_bad_arguments_are_named():
