@@ -1,6 +1,7 @@
 """A model as a source: its layers one after the other, with the heads' inputs and logits taken out."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -39,12 +40,28 @@ class ModelSource:
     apply: Callable[[nnx.Module, Float[Array, "1 T D"], Callable], Float[Array, "1 T D"]]
 
     def layers(self, tokens: Int[Array, "T"]) -> Iterator[Attention]:
-        graph, stacked = nnx.split(self.blocks)
+        embedding, x = self.embed(jnp.asarray(tokens, jnp.int32)[None])
+        stacked = nnx.state(self.blocks)
         name_width = len(str(self.num_layers - 1))
+        for index in range(self.num_layers):
+            out, observed = self._step(jax.tree.map(lambda param: param[index], stacked), x)  # noqa: B023
+            scale = float(observed.pop("scale"))
+            yield Attention(
+                name=f"layer {index:0{name_width}}",
+                layer=index,
+                is_causal=self.is_causal,
+                scale=scale,
+                inputs={"embedding": embedding[0], "layer_input": x[0]},
+                **observed,
+            )
+            x = out
 
-        @jax.jit
+    @functools.cached_property  # all layers, and all texts of one length, share one compilation
+    def _step(self) -> Callable:
+        """From a layer's parameters and input to its output, and to what its attention was given."""
+        graph = nnx.graphdef(self.blocks)
+
         def step(layer_params, x_1xTxD):
-            """The layer's output, and what its attention was given."""
             given = []
 
             def attention_fn(query, key, value, *, scale=None, logits_soft_cap=None):
@@ -64,19 +81,7 @@ class ModelSource:
             (observed,) = given
             return out, observed
 
-        embedding, x = self.embed(jnp.asarray(tokens, jnp.int32)[None])
-        for index in range(self.num_layers):
-            out, observed = step(jax.tree.map(lambda param: param[index], stacked), x)  # noqa: B023
-            scale = float(observed.pop("scale"))
-            yield Attention(
-                name=f"layer {index:0{name_width}}",
-                layer=index,
-                is_causal=self.is_causal,
-                scale=scale,
-                inputs={"embedding": embedding[0], "layer_input": x[0]},
-                **observed,
-            )
-            x = out
+        return jax.jit(step)
 
     def _observe(self, query, key, value, scale, logits_soft_cap):
         group = query.shape[2] // key.shape[2]
