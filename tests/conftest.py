@@ -12,5 +12,7 @@ if version("jaxlib").startswith("0.10."):
 
 def pytest_configure(config):
     """Sets the flags before JAX reads them; those of the environment come last and win."""
+    # In interpreted GPU kernels, warpgroups that wait for each other take a thread of XLA's each.
+    os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
     if "not slow" in config.getoption("markexpr"):
         os.environ["XLA_FLAGS"] = f"{_COMPILE_FAST} {os.environ.get('XLA_FLAGS', '')}"
