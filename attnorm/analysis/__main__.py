@@ -157,6 +157,8 @@ def _selection(options: argparse.Namespace) -> list[Path]:
         )
     except (command.SettingsError, FloatingPointError) as error:
         raise _InputError(error) from error
+    except KeyboardInterrupt:
+        raise _InputError("stopped; the same command goes on from here") from None
     print((options.out / "summary.md").read_text())
     return files
 
