@@ -218,6 +218,27 @@ def test_each_core_knows_its_number():
     assert first.counts[-2:] == [1, 1] and second.counts[-2:] == [0, 1]
 
 
+def test_the_first_core_fetches_tables_for_both():
+    """The second core leaves out the transfer, and finds the table all the same."""
+    lines = (
+        "%s1_s0 = sld [smem:[#allocation0]]",
+        "%p2_p0 = scmp.ne.s32.totalorder %s1_s0, 0",
+        "%3 = sbr.rel (%p2_p0) target = $region1 ;; %s2_s2 = smov [#allocation6]",
+        "%s1_s1 = inlined_call_operand.hbm [shape: s32[4], index: 0, kind: input, shape index: {}]",
+        *EMPTY[1:],
+        "%5 = dma.hbm_to_smem %s1_s1, 16, %s2_s2, [#allocation1]",
+        "%s6_s6 = sld [smem:[#allocation6 + $0x1]] /* Start region 1 */",
+        "%p7_p1 = scmp.eq.s32.totalorder %s6_s6, 9",
+        "%8 = sbr.rel (%p7_p1) target = $region2",
+        *EMPTY,
+        "",
+        "/* Start region 2 */",
+    )
+    first, second = run(*lines, tables={0: [0, 9]}, cores=2)
+    assert first.counts[7] == 1 and second.counts[7] == 0
+    assert first.counts[-2] == second.counts[-2] == 0
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
@@ -246,6 +267,15 @@ def test_matrix_units_given_too_much_add_cycles():
     assert counted.matmul_share == pytest.approx(4 * 48 / counted.total)
     faster = cycles.count_cycles(kernel, cycles.Chip("none", 1, 100.0, 2))
     assert faster.matmul_excess == 4 * (24 - block)
+
+
+def test_bundles_behind_a_branch_do_not_hide_what_came_before():
+    """Though the branch is never taken, so that all are issued once."""
+    matmul = "%1 = vmatmul.mubr.bf16.gmra.mxu0 %v1_v1"
+    branch = "%p1_p0 = scmp.ne.s32.totalorder 1, 1", "%2 = sbr.rel (%p1_p0) target = $region1"
+    lines = (matmul, *branch, *EMPTY, *[""] * 100, "/* Start region 1 */")
+    kernel = CompiledKernel("k", program(*lines), 0, {})
+    assert cycles.count_cycles(kernel, cycles.Chip("none", 1, 100.0, 1)).matmul_excess == 16 - 7
 
 
 def test_tables_of_kernels_are_found_behind_copies():
