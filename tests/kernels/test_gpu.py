@@ -1,0 +1,181 @@
+"""The GPU kernels, in an interpreter that simulates warpgroups, barriers and copies on a CPU; and what they refuse.
+
+The interpreter comes with JAX 0.11.2. On older JAX the kernels refuse every call, which is tested too.
+"""
+
+import logging
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnorm
+from attnorm import _compat, attention, kernels
+from attnorm.kernels import gpu
+from tests.contract import cases, test_grid
+from tests.contract.cases import Case
+from tests.contract.helpers import make_arrays
+from tests.kernels.features import FUSED
+
+INTERPRET = kernels.Config(interpret=True)
+INTERPRETED = pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the interpreter comes with JAX 0.11.2")
+HOPPER = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+OTHERS = {"NVIDIA A100": "8.0", "NVIDIA L4": "8.9", "Tesla T4": "7.5", "NVIDIA B200": "10.0"}
+
+
+def narrow(H=16, dtype=jnp.bfloat16):
+    return jnp.ones((1, 8, 2, H), dtype)
+
+
+def refusal(query, **options):
+    with pytest.raises(NotImplementedError) as error:
+        attnorm.dot_product_attention(query, query, query, implementation="pallas_gpu", **options)
+    return str(error.value)
+
+
+def test_old_jax_is_refused_by_its_version(monkeypatch):
+    monkeypatch.setattr(_compat, "HAS_MOSAIC_GPU", False)
+    with kernels.config(INTERPRET):
+        assert f"JAX 0.11.2 or newer, this is {jax.__version__}" in refusal(narrow())
+
+
+def test_the_version_decides():
+    with kernels.config(INTERPRET):
+        reason = gpu.supports(narrow(), None, None)
+    assert (reason is None) == (jax.__version_info__ >= (0, 11, 2))
+
+
+def test_what_it_lacks_is_refused_by_name():
+    assert "dtype float32" in refusal(narrow(dtype=jnp.float32))
+    assert "head dim 264" in refusal(narrow(H=264))
+    assert "dropout" in refusal(narrow(), dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    assert "precision" in refusal(narrow(), precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32)
+    assert "needs count, map" in refusal(narrow(), normalizer="ssmax")
+
+
+@INTERPRETED
+def test_the_card_decides(monkeypatch):
+    assert "Hopper generation, this is cpu" in refusal(narrow())
+    monkeypatch.setattr(gpu, "_device", lambda: HOPPER)
+    assert gpu.supports(narrow(), None, None) is None
+    for kind, capability in OTHERS.items():
+        card = SimpleNamespace(device_kind=kind, compute_capability=capability)
+        monkeypatch.setattr(gpu, "_device", lambda card=card: card)
+        assert kind in gpu.supports(narrow(), None, None)
+    # Ahead of time a card has no capability, only a name.
+    for kind, reason in (("NVIDIA GH200 480GB", None), ("NVIDIA A100", "it needs an NVIDIA GPU")):
+        card = SimpleNamespace(device_kind=kind)
+        monkeypatch.setattr(gpu, "_device", lambda card=card: card)
+        assert str(gpu.supports(narrow(), None, None)).startswith(str(reason))
+
+
+def test_a_gpu_prefers_its_kernels_and_falls_back_with_a_reason(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    attention._log_once.cache_clear()
+    arrays = make_arrays(B=1, T=8, S=8)
+    with caplog.at_level(logging.DEBUG, "attnorm.attention"):
+        got = attnorm.dot_product_attention(*arrays)
+    np.testing.assert_array_equal(got, attnorm.dot_product_attention(*arrays, implementation="chunked"))
+    assert "pallas_gpu: dtype float32" in caplog.text and "by chunked" in caplog.text
+    if _compat.HAS_MOSAIC_GPU:
+        with kernels.config(INTERPRET):
+            program = jax.make_jaxpr(attnorm.dot_product_attention)(*(jnp.bfloat16(x) for x in arrays))
+        assert "attnorm_gpu_forward" in str(program)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", FUSED)
+def test_a_translated_rule_has_the_same_values_and_slopes(name):
+    from attnorm.kernels.gpu_rule import translated
+
+    rule = attnorm.get_normalizer(name)
+    s, m, df = np.random.default_rng(0).normal(size=(3, 8, 16)).astype(np.float32)
+    s[0, :4] = -np.inf, -30, 1e-4, 30
+    m = np.maximum(m, s.max(1, keepdims=True))
+
+    def slopes(s, m, df):
+        (f, stats), pull = jax.vjp(lambda s: rule.terms(s, m), s)
+        return f, stats, *pull((df, (df,) * len(stats)))
+
+    got, expected = translated(slopes)(s, m, df), slopes(s, m, df)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+
+
+def check(case, monkeypatch, bias=False):
+    """The contract's check; without the bias that some of its restrictions have, gradients come from the kernels."""
+    restrict = cases.restrict
+
+    def restrict_alone(case, rng):
+        options = restrict(case, rng)
+        return options if bias else {k: x for k, x in options.items() if k != "bias"}
+
+    monkeypatch.setattr(cases, "restrict", restrict_alone)
+    for results in (test_grid.oracle, test_grid.plain_results):
+        results.cache_clear()  # which know a case by its name
+    with kernels.config(INTERPRET):
+        test_grid.check(case, "pallas_gpu", monkeypatch)
+    for results in (test_grid.oracle, test_grid.plain_results):
+        results.cache_clear()
+
+
+@INTERPRETED
+def test_causal(monkeypatch):
+    check(Case(lengths=(97, 63), heads=(2, 1), restriction="causal", dtype="bf16"), monkeypatch)
+
+
+# Both dtypes, head dims on either side of a tile, one and several tiles each way.
+FACTORS = {
+    "restriction": [
+        "none",
+        "causal",
+        "causal-offset-per-batch",
+        "window-offset",
+        "window-causal",
+        "both-lengths",
+        "segments",
+        "own-segments",
+        "mask-NTS",
+        "mask-1N1S",
+        "mask-B1T1",
+        "mask-1N11",
+        "empty-rows",
+        "soft-cap",
+        "combination",
+        "sparse",
+    ],
+    "lengths": [(1, 1), (1, 300), (300, 1), (97, 63), (128, 128), (192, 192), (200, 130)],
+    "normalizer": [x for x in cases.NORMALIZERS if x[0] in FUSED],
+    "width": [16, 40, 64, 72, 128],
+    "value_width": [None, 64, 128],
+    "heads": [(1, 1), (2, 2), (4, 2), (3, 1)],
+    "batch": [1, 1, 3],
+    "dtype": ["bf16", "f16"],
+    "logits": list(cases.LOGITS),
+    "log_norm": [True, False],
+    "poison": [None, float("nan"), float("inf")],
+}
+SLOW_CASES = cases.pairwise(FACTORS, count=len(FACTORS["restriction"]), cost=1.2e7, seed=2)
+WIDE_CASES = [
+    Case(lengths=(10, 70), width=256, heads=(1, 1), restriction="causal-offset", dtype="bf16"),
+    Case(lengths=(70, 10), width=16, value_width=300, heads=(1, 1), restriction="window", dtype="bf16"),
+]
+
+
+@INTERPRETED
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_CASES + WIDE_CASES, ids=str)
+def test_slow_case(case, monkeypatch):
+    check(case, monkeypatch)
+
+
+@INTERPRETED
+@pytest.mark.slow
+def test_bias(monkeypatch):
+    check(
+        Case(lengths=(97, 163), heads=(4, 2), batch=2, restriction="combination", dtype="bf16"),
+        monkeypatch,
+        bias=True,
+    )
