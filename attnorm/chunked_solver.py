@@ -1,9 +1,10 @@
 """O(T)-memory attention for rules whose rows need a level that solves an equation (:class:`Leveled`).
 
-For each tile of queries: one pass over the keys for the maximum of each row and a guess of its level, a few for the
-level, one for the output. Logits are recomputed in every pass. The backward pass takes two: one for the row sums of the implicit
-derivative, one for the gradients. Tiles of keys in which no weight is positive are skipped from the pass on that
-finds them.
+A tile of few queries keeps its logits with all keys, while the level is found in several passes over them and used
+in one more. That is half of the keys' and values' own memory (for 64 queries of head dim 64 on as many heads), and
+costs less than to multiply queries and keys anew in every pass. The backward pass recomputes logits tile by tile, in
+two passes: one for the row sums of the implicit derivative, one for the gradients. Tiles of keys in which no weight
+is positive are skipped.
 
 Axes and layout are those of :mod:`attnorm.tile_layout`.
 """
@@ -45,6 +46,7 @@ from attnorm.tile_layout import (
 )
 
 SERVES = frozenset({"level", "rows", "map", "position", "count", "distance"})
+_MOST_QUERIES = 64
 
 
 def attend(
@@ -62,6 +64,9 @@ def attend(
     block_sizes: chunked.BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Output in query's dtype; there is no log-norm. No dimension may be 0."""
+    if block_sizes is None:
+        default = chunked.default_block_sizes(query.shape[1], key.shape[1])
+        block_sizes = chunked.BlockSizes(min(default.query, _MOST_QUERIES), default.key)
     static = Static(chunked.sizes_of(query, key, block_sizes), scale, logits_soft_cap, precision)
     arrays = (query, key, value, bias, normalizer, visibility, dropout)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
@@ -182,16 +187,15 @@ def _mapped(rule, s, visible, place):
 def _output_of_queries(tiles, i):
     """The output of one tile of queries, and its row state."""
     rule, static = tiles.rule, tiles.static
-    q, spans = tiles.query(i), tiles.key_spans(i)
-    m, tile_max, search = _first_pass(tiles, q, i, spans)
-    level = _solved(tiles, q, i, spans, m, tile_max, search)
+    spans = tiles.key_spans(i)
+    m, tile_max, logits = _all_logits(tiles, i, spans)
+    level = _solved(tiles, spans, m, tile_max, logits)
     active = _active(rule, tile_max - m, level)
 
     def key_tile(j, carry, masked):
         def visit(accumulator):
             visible, v = tiles.visible(i, j, masked), tiles.values[j]
-            p = rule.probabilities(tiles.logits(q, i, j, masked) - m, level)
-            weights = rule.spread(p, tiles.places(i, j))
+            weights = rule.spread(rule.probabilities(logits[j] - m, level), tiles.places(i, j))
             if masked:
                 weights = jnp.where(visible, weights, 0)
             if tiles.dropout is not None:
@@ -210,25 +214,23 @@ def _output_of_queries(tiles, i):
     return output, _Rows(m, level, active)
 
 
-def _first_pass(tiles, q, i, spans):
-    """The maximum of every row, its maxima over each tile of keys, and a guess of its level."""
-    rule, sizes = tiles.rule, tiles.static.sizes
+def _all_logits(tiles, i, spans):
+    """The maximum of every row, its maxima over each tile of keys (nk, ...), and the logits (nk, ...)."""
+    sizes, q = tiles.static.sizes, tiles.query(i)
 
     def key_tile(j, carry, masked):
-        m_old, tile_max, sums = carry
+        m, tile_max, logits = carry
         s = tiles.logits(q, i, j, masked)
         own_max = jnp.max(s, axis=-1, keepdims=True)
-        m = jnp.maximum(m_old, own_max)
-        sums = _added(rule.carried(sums, m - m_old), rule.sums(s - m, jnp.zeros_like(m)))
-        return m, tile_max.at[j].set(own_max), sums
+        return jnp.maximum(m, own_max), tile_max.at[j].set(own_max), logits.at[j].set(s)
 
-    floor, zero = tiles.rows_of(float(jnp.finfo(tiles.dtype).min)), tiles.rows_of(0)
-    tile_max = jnp.repeat(tiles.rows_of(-jnp.inf)[None], sizes.nk, axis=0)
-    m, tile_max, sums = loop_spans(spans, key_tile, (floor, tile_max, Sums(zero, zero, zero)))
-    return m, tile_max, rule.guessed_search(sums, sizes.S)
+    floor, hidden = tiles.rows_of(float(jnp.finfo(tiles.dtype).min)), tiles.rows_of(-jnp.inf)
+    tile_max = jnp.broadcast_to(hidden, (sizes.nk, *hidden.shape))
+    logits = jnp.broadcast_to(hidden, (sizes.nk, *tiles.tile_shape))
+    return loop_spans(spans, key_tile, (floor, tile_max, logits))
 
 
-def _solved(tiles, q, i, spans, m, tile_max, search):
+def _solved(tiles, spans, m, tile_max, logits):
     """The level of every row."""
     rule = tiles.rule
 
@@ -238,28 +240,27 @@ def _solved(tiles, q, i, spans, m, tile_max, search):
 
         def key_tile(j, sums, masked):
             def visit(sums):
-                return _added(sums, rule.sums(tiles.logits(q, i, j, masked) - m, search.level))
+                terms = rule.sums(logits[j] - m, search.level)
+                return Sums(
+                    *(x + jnp.sum(term, -1, keepdims=True) for x, term in zip(sums, terms, strict=True))
+                )
 
             return tiles.if_active(active[j], visit, sums)
 
         zero = tiles.rows_of(0)
-        sums = loop_spans(spans, key_tile, Sums(zero, zero, zero))
-        return count + 1, rule.next_search(search, sums)
+        return count + 1, rule.next_search(search, loop_spans(spans, key_tile, Sums(zero, zero, zero)))
 
     def unsolved(state):
         count, search = state
         return (count < rule.most_passes(tiles.dtype)) & rule.is_unsolved(search)
 
+    search = rule.first_search(m, tiles.static.sizes.S)
     return jax.lax.while_loop(unsolved, one_pass, (0, search))[1].level
 
 
 def _active(rule, d, level):
     """For each tile of keys, whether some row has weight there; d (nk, rows) is relative to the row's maximum."""
     return jnp.any(rule.has_weight(d, level), axis=tuple(range(1, d.ndim)))
-
-
-def _added(sums, terms):
-    return type(sums)(*(x + jnp.sum(term, -1, keepdims=True) for x, term in zip(sums, terms, strict=True)))
 
 
 def _attend_backward(static, residuals, d_output):

@@ -81,10 +81,10 @@ class Leveled(Normalizer):
 
     @property
     def passes(self) -> int:
-        """Of 4096 normal logits, one query after the other: a guess, and the steps from it."""
+        """Of 4096 normal logits, one query after the other: the maximum, and the steps that follow."""
         if is_array(self.alpha) or self.alpha != 1:
-            return 4 if is_array(self.alpha) or self.alpha <= 1.5 else 6
-        return 1
+            return 5 if is_array(self.alpha) or self.alpha <= 1.5 else 8
+        return 2
 
     @property
     def has_zeros(self) -> bool:
@@ -123,20 +123,6 @@ class Leveled(Normalizer):
         """Before the first pass: the largest weight is between 1 / num_keys and 1."""
         zeros = jnp.zeros_like(like)
         return Search(zeros, zeros - jnp.log(float(max(num_keys, 1))), zeros, zeros + jnp.inf)
-
-    def carried(self, sums: Sums, gap: Array) -> Sums:
-        """About what the sums at level 0 are once the row's maximum has grown by ``gap``.
-
-        By the tangent of the norm, so exact for α = 1 and where all logits are equal, and otherwise too small.
-        """
-        ratio = sums.slope / jnp.where(sums.total == 0, 1, sums.total)
-        factors = self._terms(-gap, ratio)
-        return Sums(*(x * factor for x, factor in zip(sums, factors, strict=True)))
-
-    def guessed_search(self, sums: Sums, num_keys: int) -> Search:
-        """A first level from such sums; nothing is known for certain yet."""
-        search = self.first_search(sums.total, num_keys)
-        return search._replace(level=self.next_search(search, sums).level)
 
     def next_search(self, search: Search, sums: Sums) -> Search:
         """One step towards ``exp(ℓ) Σ e = 1``.
@@ -180,7 +166,7 @@ class Leveled(Normalizer):
     def most_passes(self, dtype) -> int:
         """Newton's method on a convex function halves the value or the slope in each pass; bounds both."""
         if not is_array(self.alpha) and self.alpha == 1:
-            return 0  # the guess is exact
+            return 1  # the first step is exact
         return 64 if jnp.finfo(dtype).bits == 32 else 128
 
     # Dense weights.
@@ -205,8 +191,7 @@ class Leveled(Normalizer):
                 count, search = state
                 return (count < self.most_passes(s.dtype)) & self.is_unsolved(search)
 
-            sums = [jnp.sum(term, axis=axis, keepdims=True) for term in self.sums(d, level)]
-            search = self.guessed_search(Sums(*sums), s.shape[axis])
+            search = self.first_search(level, s.shape[axis])
             return jax.lax.while_loop(unsolved, one_pass, (0, search))[1].level
 
         level = jax.lax.custom_root(
