@@ -12,6 +12,9 @@ from attnorm.kernels.call import pallas_call
 from attnorm.kernels.schedule import make_schedule
 from attnorm.kernels.settings import LANES
 
+# Queries of a tile that go through the units of the chip together.
+_PART = 512
+
 
 def forward(static, inputs: tile.Inputs, visibility, bounds):
     """The output (B, N, T, Hv), and the row state: m and statistics (B, N, 1, T). All padded.
@@ -67,7 +70,7 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
                 )
                 s = jnp.where(visible, s, -jnp.inf)
             m_old = m_ref[rows]
-            m = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
+            m = rule(m_old.shape).next_reference(m_old, s, axis=1)
             f, terms = rule(s.shape).terms(s, tile.widen(m, bk))
             factor, factors = rule(m.shape).rescale(m_old, m)
             for ref, r, h in zip(stats_refs, factors, terms, strict=True):
@@ -79,12 +82,19 @@ def forward(static, inputs: tile.Inputs, visibility, bounds):
             accumulator[rows] = accumulator[rows] * tile.widen(factor, Hv) + product
             m_ref[rows] = m
 
+        def add_tame(masked):
+            # Parts depend on nothing of each other: one is in the matrix unit while another is in the vector unit.
+            for start in range(0, bq, _PART):
+                size = min(_PART, bq - start)
+                some = tile.some_queries(refs, tile.AXES, pl.ds(start, size))
+                add(some, start, size, masked, is_tame=True)
+
         def step(masked):
             if not masked:
-                add(refs, 0, bq, masked=False, is_tame=True)
+                add_tame(masked=False)
                 return
             is_tame = tile.is_tame(refs.value[0, 0])
-            pl.when(is_tame)(lambda: add(refs, 0, bq, masked=True, is_tame=True))
+            pl.when(is_tame)(lambda: add_tame(masked=True))
 
             def part(refs, start):
                 add(refs, start, LANES, masked=True, is_tame=False)

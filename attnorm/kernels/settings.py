@@ -102,13 +102,22 @@ def backward_blocks(
     return config.value.backward or _shrunk(_preferred(_BACKWARD_BLOCKS, head_dims), needed)
 
 
-# The largest blocks by kind of chip and head dim, where they have been counted; None is any other.
-_FORWARD_BLOCKS = _BACKWARD_BLOCKS = {
-    "v5e": {128: BlockSizes(1024, 1024)},
-    "v5p": {128: BlockSizes(1024, 1024)},
-    "v6e": {128: BlockSizes(1024, 1024)},
-    "7x": {128: BlockSizes(1024, 1024)},
-    None: {128: BlockSizes(512, 512)},
+_LARGE, _SMALL = BlockSizes(1024, 1024), BlockSizes(512, 512)
+# The best blocks for head dims up to the given one, by kind of chip; None is any other. Of 512 and 1024, by the
+# instructions that the compiled kernels issue; those of 7x are v5p's, whose vector memory is as large.
+_FORWARD_BLOCKS = {
+    "v5e": {256: _LARGE},
+    "v5p": {256: _LARGE},
+    "v6e": {256: _LARGE},
+    "7x": {256: _LARGE},
+    None: {256: _SMALL},
+}
+_BACKWARD_BLOCKS = {
+    "v5e": {128: _LARGE, 256: _SMALL},
+    "v5p": {256: _LARGE},
+    "v6e": {256: _LARGE},
+    "7x": {256: _LARGE},
+    None: {256: _SMALL},
 }
 # Float32 tiles that are alive at once besides those of the rule, by what compiled.
 _FORWARD_TILES = 2

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 import attnorm
@@ -98,6 +99,17 @@ def test_blocks_shrink_to_the_memory():
         assert is_less(small, area())
     with kernels.config(kernels.Config(vmem_bytes=3 * 2**20, forward=SMALL, backward=SMALL)):
         assert area() == [128 * 128] * 2
+
+
+@pytest.mark.parametrize("topology", ["v5e", "v6e"])
+def test_blocks_by_chip_and_head_dim(topology, monkeypatch):
+    version = pltpu.ChipVersion(topology)
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: pltpu.get_tpu_info_for_chip(version, 1))
+    options = dict(itemsize=2, dense_bytes=0, rule_tiles=2)
+    narrow, wide = (settings.backward_blocks(head_dims=(128, H), **options).query for H in (128, 256))
+    assert (narrow, wide) == (1024, 512 if topology == "v5e" else 1024)
+    with kernels.config(kernels.Config(backward=SMALL)):
+        assert settings.backward_blocks(head_dims=(128, 128), **options) == SMALL
 
 
 def test_a_rule_needs_memory_by_the_values_it_keeps():
