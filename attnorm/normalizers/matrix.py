@@ -58,6 +58,55 @@ def selective(
     return Lp(1.0).weights(s - before, where=jnp.broadcast_to(seen, s.shape)).astype(logits.dtype)
 
 
+def sinkhorn(
+    logits: Float[Array, "... T T"], *, iterations: int = 3, where: Bool[Array, "*#B T T"] | None = None
+) -> Float[Array, "... T T"]:
+    """Sinkhorn's weights: ``exp(s)`` with rows and columns divided by their sums in turn, rows first.
+
+    After one iteration this is softmax; after many, rows and columns both sum to 1. Not causal, whatever is hidden:
+    the sum of a column knows all queries.
+
+    Args:
+      logits: floating point, as many keys as queries.
+      iterations: odd, so that rows sum to 1 in the end.
+      where: boolean, broadcasts to the logits; keys where it is False are as if removed.
+
+    Returns:
+      The weights, in the logits' shape and dtype.
+
+    Raises:
+      TypeError: logits that are not floating point.
+      ValueError: logits that are not square in their last two axes, iterations that are even or not positive.
+
+    Source: arXiv 2110.11773.
+
+    >>> import jax.numpy as jnp
+    >>> from attnorm.normalizers.matrix import sinkhorn
+    >>> logits = jnp.array([[1.0, 0.0], [2.0, 0.0]])
+    >>> [round(float(x), 2) for x in jnp.sum(sinkhorn(logits, iterations=51), axis=0)]
+    [1.0, 1.0]
+    """
+    logits = checked_floating("logits", logits)
+    if logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
+        raise ValueError(f"logits must have shape (..., T, T), got {logits.shape}")
+    if iterations < 1 or iterations % 2 == 0:
+        raise ValueError(f"iterations must be odd and positive, got {iterations!r}")
+    seen = logits > -jnp.inf
+    if where is not None:
+        seen = jnp.broadcast_to(where, logits.shape) & jnp.where(where, seen, False)
+    s = jnp.where(seen, logits, 0).astype(jnp.promote_types(logits.dtype, jnp.float32))
+    for number in range(iterations):
+        s = s - _log_sum(s, seen, axis=-1 if number % 2 == 0 else -2)
+    return jnp.where(seen, jnp.exp(s), 0).astype(logits.dtype)
+
+
+def _log_sum(s, seen, axis):
+    """Of what is seen; 0 where nothing is."""
+    hidden = jnp.where(seen, s, -1e30)
+    some = jnp.any(seen, axis, keepdims=True)
+    return jnp.where(some, jax.nn.logsumexp(jnp.where(some, hidden, 0), axis, keepdims=True), 0)
+
+
 def differential(
     logits: Float[Array, "..."],
     other: Float[Array, "..."],

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnorm.normalizers.matrix import differential, differential_init, differential_lambda, selective
+from attnorm.normalizers.matrix import (
+    differential,
+    differential_init,
+    differential_lambda,
+    selective,
+    sinkhorn,
+)
 from tests.checks import double_precision
 
 
@@ -35,6 +41,28 @@ def test_selective_votes_one_by_one():
     assert np.isfinite(slopes).all()
     with pytest.raises(ValueError, match=r"\(\.\.\., N, T, T\), got \(2, 3, 4\)"):
         selective(jnp.zeros((2, 3, 4)))
+
+
+def test_sinkhorn_divides_rows_and_columns_in_turn():
+    rng = np.random.default_rng(3)
+    logits, where = 2 * rng.normal(size=(2, 5, 5)), rng.random((5, 5)) < 0.8
+    where[2], where[:, 3] = False, False
+    expected = np.where(where, np.exp(logits), 0)
+    for axis in (-1, -2, -1):
+        total = expected.sum(axis, keepdims=True)
+        expected = expected / np.where(total == 0, 1, total)
+    logits[:, ~where] = np.nan
+    with double_precision():
+        got = jax.jit(lambda s: sinkhorn(s, where=where))(jnp.asarray(logits))
+        slopes = jax.jit(jax.grad(lambda s: jnp.sum(sinkhorn(s, where=where) ** 2)))(jnp.asarray(logits))
+        many = jax.device_get(sinkhorn(jnp.asarray(rng.normal(size=(5, 5))), iterations=101))
+        one = sinkhorn(jnp.asarray(np.nan_to_num(logits)), iterations=1)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
+    assert np.isfinite(slopes).all()
+    np.testing.assert_allclose([many.sum(0), many.sum(1)], 1, rtol=1e-9)
+    np.testing.assert_allclose(one, softmax(np.nan_to_num(logits), np.ones((5, 5), bool)), rtol=1e-12)
+    with pytest.raises(ValueError, match="iterations must be odd and positive, got 2"):
+        sinkhorn(logits, iterations=2)
 
 
 def test_differential():

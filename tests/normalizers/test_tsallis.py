@@ -53,6 +53,26 @@ def test_the_slope_of_alpha_at_every_alpha():
     np.testing.assert_allclose(slopes, expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", [0.7, 1.0, 1.5])
+def test_second_derivatives(alpha):
+    """The level is an implicit function, of which every derivative is asked for."""
+    logits, direction, cotangent = np.random.default_rng(4).normal(size=(3, 8))
+
+    @jax.jit
+    def slope(logits, alpha):
+        return jax.grad(lambda *x: jnp.vdot(attnorm.entmax(x[0], alpha=x[1]), cotangent), (0, 1))(
+            logits, alpha
+        )
+
+    with double_precision():
+        step = 1e-6
+        _, got = jax.jvp(slope, (logits, jnp.asarray(alpha)), (direction, jnp.asarray(0.3)))
+        ends = [slope(logits + h * direction, jnp.asarray(alpha + 0.3 * h)) for h in (step, -step)]
+    for a, x, y in zip(got, *jax.device_get(ends), strict=True):
+        np.testing.assert_allclose(a, (x - y) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
 def test_limits():
     logits = np.random.default_rng(1).normal(size=(3, 20)).astype(np.float32)
     sharp = 300 * logits  # softmax of low entropy keeps its temperature
