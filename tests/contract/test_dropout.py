@@ -76,7 +76,7 @@ def test_the_mean_over_keys_is_the_output_without_dropout(attend):
     assert (np.abs(error) < 6 * many.std(0) / np.sqrt(len(keys))).all()
 
 
-@pytest.mark.parametrize("normalizer", ["softmax", "l2", "sink"])
+@pytest.mark.parametrize("normalizer", ["softmax", "l2", "sink", "affine", "softplus"])
 def test_the_gradient_has_the_forward_mask(attend, normalizer):
     """The loss is linear in the values and smooth in the rest, if the mask does not move."""
     query, key, value = make_arrays(B=1, T=20, S=30)
