@@ -22,7 +22,11 @@ T, S = 20, 29
 RESTRICTIONS = [
     {"is_causal": True, "query_offset": np.array([7, 3], np.int32)},
     {"mask": np.random.default_rng(5).random((2, 1, T, S)) < 0.6},
-    {"local_window_size": (6, 4), "key_value_seq_lengths": np.array([S, 11], np.int32)},
+    {
+        "local_window_size": (6, 4),
+        "key_value_seq_lengths": np.array([S, 11], np.int32),
+        "logits_soft_cap": 2.0,
+    },
     {
         "query_segment_ids": np.repeat([[0, 1, 5, 2]], 5, axis=1).repeat(2, 0).astype(np.int32),
         "key_value_segment_ids": (np.arange(S)[None].repeat(2, 0) * 3 // S).astype(np.int32),
@@ -56,7 +60,8 @@ def check(choice, implementation):
         **RESTRICTIONS[choice % len(RESTRICTIONS)],
     }
     restriction = RESTRICTIONS[choice % len(RESTRICTIONS)]
-    poisoned = poison(arrays, visible_keys((2, 4, T, S), **restriction), np.nan)
+    hiding = {k: x for k, x in restriction.items() if k != "logits_soft_cap"}
+    poisoned = poison(arrays, visible_keys((2, 4, T, S), **hiding), np.nan)
     assert np.isnan(poisoned["key"]).any() or np.isnan(poisoned["query"]).any()
     output, log_norm, gradients = run(attend, poisoned, **options)
     expected = oracle(arrays, **options)
