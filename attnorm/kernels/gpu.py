@@ -33,7 +33,9 @@ from attnorm.tiling import round_up
 _LARGEST_HEAD_DIM = 256
 # Ahead of time there is a name instead of a card to ask; GH200 has one of these in it.
 _HOPPER = ("H100", "H200", "H800", "H20")
-_ROWS, _COLUMNS = 64, 64  # as in gpu_tile, which older JAX cannot import
+# Of a tile, as in gpu_tile, which older JAX cannot import; and of what is copied at once.
+_ROWS, _COLUMNS = 64, 64
+_ROWS_COPIED = 8
 
 
 def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
@@ -170,7 +172,7 @@ def _attend_forward(static, query, key, value, bias, normalizer, visibility):
         static, tiling, query, kernel_key, kernel_value, bias, normalizer, visibility, keys_outer=False
     )
     output, m, *stats = forward(static, inputs, schedule, tiling)
-    output = checkpoint_name(output[..., :Hv], "attnorm_output")
+    output = checkpoint_name(output[:, :T, :, :Hv], "attnorm_output")
     m, *stats = (jnp.swapaxes(x[..., :T], 1, 2) for x in (m, *stats))
     # Whether a maximum notices a NaN is up to the hardware; a sum does.
     m = m + nan_where(jnp.isnan(stats[0]), m.dtype)
@@ -239,7 +241,7 @@ def _run_backward(static, arrays, d_output, rows):
     query, key, value, _, normalizer, visibility = arrays
     if _hides(visibility):  # where one of these was not finite, neither is the state of a row that sees it
         query, key, value = (finite_or_zero(x) for x in (query, key, value))
-    d_output = _wide(d_output)
+    d_output = _padded(d_output)
     rows = jnp.stack([jnp.swapaxes(x, 1, 2) for x in rows], axis=2)
 
     def inputs(tiling, keys_outer):
@@ -256,7 +258,7 @@ def _run_backward(static, arrays, d_output, rows):
     together = _padded_width(key) + _padded_width(value) <= 256
     calls = [("key", "value")] if together else [("key",), ("value",)]
     dk, dv = (x for names in calls for x in key_gradients(static, *key_inputs, by_keys, names))
-    return *(d[..., : x.shape[-1]] for d, x in ((dq, query), (dk, key), (dv, value))), d_rule
+    return _cut(dq, query), _cut(dk, key), _cut(dv, value), d_rule
 
 
 def _inputs(static, tiling, query, key, value, bias, normalizer, visibility, keys_outer):
@@ -275,9 +277,9 @@ def _inputs(static, tiling, query, key, value, bias, normalizer, visibility, key
     padded = replace(visibility, query_segment_ids=query_ids, key_segment_ids=key_ids)
     schedule, tables = make_schedule(padded, tiling, make_bounds(visibility, tiling), keys_outer=keys_outer)
     inputs = Inputs(
-        query=_wide(query),
-        key=_wide(key),
-        value=_wide(value),
+        query=_padded(query),
+        key=_padded(key),
+        value=_padded(value),
         bias=bias,
         mask=mask,
         query_ids=query_ids,
@@ -293,9 +295,14 @@ def _hides(visibility):
     return bool(jax.tree.leaves(visibility)) or (visibility.left, visibility.right) != (None, None)
 
 
-def _wide(x):
-    """x with its head dim padded with zeros, to what the matrix instruction takes."""
-    return jnp.pad(x, [(0, 0)] * 3 + [(0, _padded_width(x) - x.shape[-1])])
+def _padded(x):
+    """x (B, L, N, H) with zeros up to lengths and head dims that can be copied in the matrix instruction's layout."""
+    length = round_up(x.shape[1], _ROWS_COPIED) - x.shape[1]
+    return jnp.pad(x, [(0, 0), (0, length), (0, 0), (0, _padded_width(x) - x.shape[-1])])
+
+
+def _cut(x, like):
+    return x[:, : like.shape[1], :, : like.shape[-1]]
 
 
 def _padded_width(x):
