@@ -46,6 +46,7 @@ from attnorm.tile_layout import (
 )
 
 SERVES = frozenset({"level", "rows", "map", "position", "count", "distance"})
+# More of them at a time are no faster on a CPU, and their logits take more memory.
 _MOST_QUERIES = 64
 
 
@@ -234,28 +235,24 @@ def _solved(tiles, spans, m, tile_max, logits):
     """The level of every row."""
     rule = tiles.rule
 
-    def one_pass(state):
-        count, search = state
-        active = _active(rule, tile_max - m, search.level)
+    def sums_at(level):
+        active = _active(rule, tile_max - m, level)
 
         def key_tile(j, sums, masked):
             def visit(sums):
-                terms = rule.sums(logits[j] - m, search.level)
-                return Sums(
-                    *(x + jnp.sum(term, -1, keepdims=True) for x, term in zip(sums, terms, strict=True))
-                )
+                terms = rule.sums(logits[j] - m, level)
+                return Sums(*map(_add_rows, sums, terms))
 
             return tiles.if_active(active[j], visit, sums)
 
         zero = tiles.rows_of(0)
-        return count + 1, rule.next_search(search, loop_spans(spans, key_tile, Sums(zero, zero, zero)))
+        return loop_spans(spans, key_tile, Sums(zero, zero, zero))
 
-    def unsolved(state):
-        count, search = state
-        return (count < rule.most_passes(tiles.dtype)) & rule.is_unsolved(search)
+    return rule.solved(sums_at, m, tiles.static.sizes.S)
 
-    search = rule.first_search(m, tiles.static.sizes.S)
-    return jax.lax.while_loop(unsolved, one_pass, (0, search))[1].level
+
+def _add_rows(total, terms):
+    return total + jnp.sum(terms, axis=-1, keepdims=True)
 
 
 def _active(rule, d, level):
@@ -270,6 +267,7 @@ def _attend_backward(static, residuals, d_output):
     tiles = _Tiles.of(static, query, key, value, bias, normalizer, visibility, dropout)
     d_outputs = query_tiles(sizes, d_output.astype(tiles.dtype))
     finite_queries, finite_keys = finite_or_zero(tiles.queries), finite_or_zero(tiles.keys)
+    rule = tiles.rule
 
     def query_tile(carry, i):
         q, spans = tiles.query(i), tiles.key_spans(i)
@@ -278,56 +276,58 @@ def _attend_backward(static, residuals, d_output):
         sees_nothing = m == float(jnp.finfo(tiles.dtype).min)
         d_out = tiles.flat(jnp.where(sees_nothing, 0, d_outputs[i]))
 
-        def pulled(i, j, masked):
-            """Of one tile: logits to weights, the slope of the cap, and the weights' cotangent."""
+        def rule_of_tile(j, masked):
+            """Raw logits, the cap's slope, and how the rule maps logits and spreads p."""
             visible, place = tiles.visible(i, j, masked), tiles.places(i, j)
-            s, cap_slope = tiles.raw_logits(q, i, j)
+            return (
+                *tiles.raw_logits(q, i, j),
+                lambda s, rule: _mapped(rule, s, visible, place) - m,
+                lambda p, rule: rule.spread(p, place),
+            )
 
-            def weights(s, rule):
-                p = rule.probabilities(_mapped(rule, s, visible, place) - m, level)
-                return p, rule.spread(p, place)
+        def seen(x, j, masked):
+            return jnp.where(tiles.visible(i, j, masked), x, 0) if masked else x
 
-            spread = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), tiles.rule)
-            (p, y), pull = jax.vjp(weights, s, spread)
-            d_weights = dot("bkih,bkjh->bkij", d_out, tiles.values[j], static).reshape(s.shape)
-            if tiles.dropout is not None:
-                kept = tiles.kept(i, j)
-                y, d_weights = y * kept, d_weights * kept
-            if masked:
-                y, d_weights = jnp.where(visible, y, 0), jnp.where(visible, d_weights, 0)
-            return visible, s, cap_slope, p, y, pull, d_weights
+        def d_weights(j, masked):
+            d = dot("bkih,bkjh->bkij", d_out, tiles.values[j], static).reshape(tiles.tile_shape)
+            return seen(d if tiles.dropout is None else d * tiles.kept(i, j), j, masked)
 
         def row_sums(j, carry, masked):
             def visit(carry):
-                visible, s, _, p, _, _, d_weights = pulled(i, j, masked)
-                place = tiles.places(i, j)
-                d = _mapped(tiles.rule, s, visible, place) - m
-                u = tiles.rule.slopes(d, level)
-                _, pull_spread = jax.vjp(lambda p: tiles.rule.spread(p, place), p)
-                terms = u * pull_spread(d_weights)[0], u
-                return tuple(x + jnp.sum(t, -1, keepdims=True) for x, t in zip(carry, terms, strict=True))
+                s, _, mapped, spread = rule_of_tile(j, masked)
+                p, pull_slope = jax.vjp(lambda d: rule.probabilities(d, level), mapped(s, rule))
+                _, pull_spread = jax.vjp(lambda p: spread(p, rule), p)
+                (u,), (dp,) = pull_slope(jnp.ones_like(p)), pull_spread(d_weights(j, masked))
+                return _add_rows(carry[0], u * dp), _add_rows(carry[1], u)
 
             return tiles.if_active(active[j], visit, carry)
 
         pulled_sum, slope_sum = loop_spans(spans, row_sums, (tiles.rows_of(0), tiles.rows_of(0)))
-        d_constraint = -pulled_sum / jnp.where(slope_sum == 0, 1, slope_sum)
+        through_level = -pulled_sum / jnp.where(slope_sum == 0, 1, slope_sum)
 
         def key_tile(j, carry, masked):
             def visit(zeros):
-                visible, s, cap_slope, _, y, pull, d_weights = pulled(i, j, masked)
-                ds, d_rule = pull((jnp.broadcast_to(d_constraint, s.shape), d_weights))
+                s, cap_slope, mapped, spread = rule_of_tile(j, masked)
+
+                def both(s, rule):
+                    p = rule.probabilities(mapped(s, rule), level)
+                    return p, spread(p, rule)
+
+                # Parameters are spread over the tile, so that the gradient of a hidden pair can be dropped.
+                over_tile = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), rule)
+                (_, y), pull = jax.vjp(both, s, over_tile)
+                ds, d_rule = pull((jnp.broadcast_to(through_level, s.shape), d_weights(j, masked)))
                 if cap_slope is not None:
                     ds = ds * cap_slope
-                if masked:
-                    ds, d_rule = jax.tree.map(lambda x: jnp.where(visible, x, 0), (ds, d_rule))
-                d_rule = jax.tree.map(lambda x, zero: sum_to(x, zero.shape), d_rule, zeros[-1])
+                y = y if tiles.dropout is None else y * tiles.kept(i, j)
+                y, ds, d_rule = jax.tree.map(lambda x: seen(x, j, masked), (y, ds, d_rule))
                 flat = tiles.flat(ds)
                 return (
                     dot("bkij,bkjh->bkih", flat, finite_keys[j], static),
                     dot("bkij,bkih->bkjh", flat, finite_queries[i].reshape(q.shape), static),
                     dot("bkij,bkih->bkjh", tiles.flat(y), d_out, static),
                     None if tiles.bias is None else ds,
-                    d_rule,
+                    jax.tree.map(lambda x, zero: sum_to(x, zero.shape), d_rule, zeros[-1]),
                 )
 
             # Outside the branch, so that no branch copies the gradients of all keys.

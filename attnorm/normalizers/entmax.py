@@ -130,7 +130,8 @@ def entmax(
       logits: floating point, any shape.
       alpha: 1 is softmax, 1.5 entmax-1.5, 2 sparsemax; above 1 many weights are exactly 0, below 1 tails are
         heavier than softmax's. A number, or an array of size 1 along ``axis`` that broadcasts to the logits and
-        receives its exact gradient, also at 1; from 0.1 to 2. Published as 1 + sigmoid of one number per head.
+        receives its exact gradient, also at 1; from 0.1 to 2, and rows where a traced one is not are NaN. Published
+        as 1 + sigmoid of one number per head.
       axis: the axis of the keys.
       where: boolean, broadcasts to the logits; keys where it is False are as if removed.
 

@@ -12,6 +12,7 @@ so that nothing is lost by cancellation, neither where α is near 1 nor where ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,10 +71,6 @@ class Leveled(Normalizer):
         e, _, _ = self._terms(d, shrunk)
         return jnp.exp(level) * e
 
-    def slopes(self, d: Array, level: Array) -> Array:
-        """∂p/∂s = p^(2-α) at a level held fixed, up to a factor that all keys of a row share."""
-        return self._terms(d, jnp.exp(-(self.alpha - 1) * level))[1]
-
     def has_weight(self, d: Array, level: Array) -> Array:
         """Whether p is positive, or NaN."""
         a = self.alpha - 1
@@ -98,7 +95,10 @@ class Leveled(Normalizer):
         x = jnp.maximum(d, _LOWEST_DIFFERENCE) * shrunk
         if is_array(alpha) or alpha < 1:
             terms = _general_terms(x, alpha - 1)
-            return jax.tree.map(lambda term: jnp.where(hidden, 0, term), terms)
+            if is_array(alpha):  # a traced alpha can be checked only here
+                accepted = (alpha >= ALPHA_RANGE[0]) & (alpha <= ALPHA_RANGE[1])
+                terms = [jnp.where(accepted, term, jnp.nan) for term in terms]
+            return tuple(jnp.where(hidden, 0, term) for term in terms)
         if alpha == 1:
             e = jnp.exp(x)
             return e, e, e
@@ -119,10 +119,21 @@ class Leveled(Normalizer):
         """The terms of :class:`Sums`, not yet summed."""
         return self._terms(d, jnp.exp(-(self.alpha - 1) * level))
 
-    def first_search(self, like: Array, num_keys: int) -> Search:
-        """Before the first pass: the largest weight is between 1 / num_keys and 1."""
+    def solved(self, sums_at: Callable[[Array], Sums], like: Array, num_keys: int) -> Array:
+        """The level of every row, from its sums at any level; shape and dtype of ``like``."""
+
+        def one_pass(state):
+            count, search = state
+            return count + 1, self.next_search(search, sums_at(search.level))
+
+        def unsolved(state):
+            count, search = state
+            return (count < self._most_passes(like.dtype)) & self.is_unsolved(search)
+
         zeros = jnp.zeros_like(like)
-        return Search(zeros, zeros - jnp.log(float(max(num_keys, 1))), zeros, zeros + jnp.inf)
+        # The largest weight is between 1 / num_keys and 1.
+        search = Search(zeros, zeros - jnp.log(float(max(num_keys, 1))), zeros, zeros + jnp.inf)
+        return jax.lax.while_loop(unsolved, one_pass, (0, search))[1].level
 
     def next_search(self, search: Search, sums: Sums) -> Search:
         """One step towards ``exp(ℓ) Σ e = 1``.
@@ -163,7 +174,7 @@ class Leveled(Normalizer):
     def _is_smooth(self, a):
         return a <= 0.5
 
-    def most_passes(self, dtype) -> int:
+    def _most_passes(self, dtype) -> int:
         """Newton's method on a convex function halves the value or the slope in each pass; bounds both."""
         if not is_array(self.alpha) and self.alpha == 1:
             return 1  # the first step is exact
@@ -181,18 +192,11 @@ class Leveled(Normalizer):
             total = jnp.sum(self.probabilities(d, level), axis=axis, keepdims=True)
             return jnp.where(empty, level, total - 1)
 
-        def solve(_, level):
-            def one_pass(state):
-                count, search = state
-                sums = [jnp.sum(term, axis=axis, keepdims=True) for term in self.sums(d, search.level)]
-                return count + 1, self.next_search(search, Sums(*sums))
+        def sums_at(level):
+            return Sums(*(jnp.sum(term, axis=axis, keepdims=True) for term in self.sums(d, level)))
 
-            def unsolved(state):
-                count, search = state
-                return (count < self.most_passes(s.dtype)) & self.is_unsolved(search)
-
-            search = self.first_search(level, s.shape[axis])
-            return jax.lax.while_loop(unsolved, one_pass, (0, search))[1].level
+        def solve(_, start):
+            return self.solved(sums_at, start, s.shape[axis])
 
         level = jax.lax.custom_root(
             excess, jnp.zeros_like(m), solve, lambda linear, y: y / linear(jnp.ones_like(y))

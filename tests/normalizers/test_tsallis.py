@@ -116,6 +116,13 @@ def test_top_k_keeps_ties_and_passes_no_gradient_to_the_rest():
     np.testing.assert_allclose(slopes[1], [0, 0.25, -0.25, 0])
 
 
+def test_a_traced_alpha_out_of_range_is_not_hidden():
+    """It cannot be refused, so whoever learns it must see it."""
+    weights = jax.jit(jax.vmap(lambda alpha: attnorm.entmax(jnp.arange(3.0), alpha=alpha)))
+    got = weights(jnp.array([2.0, 2.5, 0.05, np.nan]))
+    assert np.isfinite(got[0]).all() and np.isnan(got[1:]).all()
+
+
 LONG = 100_000
 
 
