@@ -118,6 +118,7 @@ def test_a_rule_needs_memory_by_the_values_it_keeps():
         assert 0 < tile.rule_tiles(one, backward) < tile.rule_tiles(many, backward)
 
 
+@pytest.mark.slow
 def test_gradients_in_chunks_of_queries_are_those_of_the_whole():
     arrays = make_arrays(B=2, T=500, S=200, N=2, K=1)
     lengths = np.array([450, 130], np.int32)
