@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-# Pallas kernels for Hopper: plgpu.kernel(out_type=...), and an interpreter to test them with. From 0.11.2 on.
-HAS_MOSAIC_GPU = jax.__version_info__ >= (0, 11, 2)
+# Pallas kernels for Hopper: plgpu.kernel(out_type=...), plgpu.store and an interpreter. From 0.12 on.
+HAS_MOSAIC_GPU = jax.__version_info__ >= (0, 12)
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

@@ -51,7 +51,7 @@ def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
     if not _compat.HAS_MOSAIC_GPU:
-        return f"it needs JAX 0.11.2 or newer, this is {jax.__version__}"
+        return f"it needs JAX 0.12 or newer, this is {jax.__version__}"
     if not config.value.interpret and not _is_hopper(device := _device()):
         return f"it needs an NVIDIA GPU of the Hopper generation, this is {device.device_kind}"
     return None

@@ -1,6 +1,6 @@
 """The GPU kernels, in an interpreter that simulates warpgroups, barriers and copies on a CPU; and what they refuse.
 
-The interpreter comes with JAX 0.11.2. On older JAX the kernels refuse every call, which is tested too.
+The interpreter comes with JAX 0.12. On older JAX the kernels refuse every call, which is tested too.
 """
 
 import logging
@@ -20,7 +20,7 @@ from tests.contract.helpers import make_arrays
 from tests.kernels.features import FUSED
 
 INTERPRET = kernels.Config(interpret=True)
-INTERPRETED = pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the interpreter comes with JAX 0.11.2")
+INTERPRETED = pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the interpreter comes with JAX 0.12")
 HOPPER = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 OTHERS = {"NVIDIA A100": "8.0", "NVIDIA L4": "8.9", "Tesla T4": "7.5", "NVIDIA B200": "10.0"}
 
@@ -38,13 +38,13 @@ def refusal(query, **options):
 def test_old_jax_is_refused_by_its_version(monkeypatch):
     monkeypatch.setattr(_compat, "HAS_MOSAIC_GPU", False)
     with kernels.config(INTERPRET):
-        assert f"JAX 0.11.2 or newer, this is {jax.__version__}" in refusal(narrow())
+        assert f"JAX 0.12 or newer, this is {jax.__version__}" in refusal(narrow())
 
 
 def test_the_version_decides():
     with kernels.config(INTERPRET):
         reason = gpu.supports(narrow(), None, None)
-    assert (reason is None) == (jax.__version_info__ >= (0, 11, 2))
+    assert (reason is None) == (jax.__version_info__ >= (0, 12))
 
 
 def test_what_it_lacks_is_refused_by_name():

@@ -1,6 +1,6 @@
 """Features of the GPU kernels compile, forward and backward, to machine code for Hopper; no GPU is needed.
 
-Needs JAX 0.11.2, its CUDA plugin and NVIDIA's assembler, which may be that of a CUDA 13 toolkit; without one,
+Needs JAX 0.12, its CUDA plugin and NVIDIA's assembler, which may be that of a CUDA 13 toolkit; without one,
 ``pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm``. JAX_PLATFORMS=cpu keeps JAX from
 looking for a GPU.
 """
@@ -20,7 +20,7 @@ from tests.kernels.features import make_call
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the package jax-cuda13-plugin")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the kernels need JAX 0.11.2"),
+    pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the kernels need JAX 0.12"),
 ]
 
 # What the compiler asks of a device: an H100 with 80 GB.
