@@ -37,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(
             "selection",
             help="what the attention of a model can select: five figures, and the paper's claims beside them",
-            description="Measures the limits of selection (arXiv 2508.17821) on a model's attention and writes "
-            "figure_2a, 2b, 2c, 3 and 4 as .csv and .png, heads.csv, summary.csv and summary.md into DIR. The same "
-            "command goes on where it was interrupted. Default lengths and numbers that do not fit the model are left out.",
+            description="Measures the limits of selection (arXiv 2508.17821) on a model's attention and "
+            "writes figure_2a, 2b, 2c, 3 and 4 as .csv and .png, heads.csv, summary.csv and summary.md into DIR. "
+            "The same command goes on where it was interrupted. Default lengths and numbers that do not fit the "
+            "model are left out.",
         )
     )
 
@@ -68,7 +69,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        help="minilm, synthetic, a workdir of train.py, a folder with a GPT-2 or BERT checkpoint, or its id on the hub",
+        help="minilm, synthetic, a workdir of train.py, the folder of a GPT-2 or BERT checkpoint, or its hub id",
     )
     parser.add_argument(
         "--text", metavar="FILE", type=Path, help="UTF-8; without it, the model's own examples"

@@ -1,7 +1,7 @@
-"""Identities and bounds of attention weights, as pure functions that can be jitted, mapped and differentiated.
+"""Identities and bounds of attention weights, as pure functions that can be jitted and mapped.
 
-What is named ``paper_*`` is a statement of "Limitations of Normalization in Attention" (arXiv 2508.17821), right or
-wrong, as its docstring says; what is named ``proved_*`` is proved in its docstring and holds.
+What is named ``paper_*`` is a statement of "Limitations of Normalization in Attention" (arXiv 2508.17821),
+right or wrong, as its docstring says; what is named ``proved_*`` is proved in its docstring and holds.
 """
 
 from attnorm.theory.distance import (

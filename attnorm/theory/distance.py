@@ -7,9 +7,9 @@ One row: weights ``α`` of L keys, their vectors ``x_i``, and a set I of N selec
 A small d̃ means that selected and other keys cannot be told apart. Weights must not be negative; how they are
 normalised does not matter. Use ``jax.vmap`` for more rows.
 
-Source: Section 3 of "Limitations of Normalization in Attention", arXiv 2508.17821: the distance, the two terms of
-Theorem 1.1, the exclusion probability and the Jensen gap of Theorem 1.2, Corollary 2. The statements named
-``proved_*`` and their proofs are ours.
+Source: Section 3 of "Limitations of Normalization in Attention", arXiv 2508.17821: the distance, the two
+terms of Theorem 1.1, the exclusion probability and the Jensen gap of Theorem 1.2, Corollary 2. The statements
+named ``proved_*`` and their proofs are ours.
 """
 
 import jax.numpy as jnp
@@ -47,8 +47,9 @@ def selection_distance(
       weights: α, not negative.
       x: the vectors of the keys.
       selected: I, True at the selected keys.
-      aggregate: ``"norms"``, the sum of the norms above, 0 if all keys are selected; or ``"vector"``, the norm of the
-        sum, ``‖s - Σ_(i not in I) α_i x_i‖``, as some reviews of the paper print it, ``‖s‖`` if all are selected.
+      aggregate: ``"norms"``, the sum of the norms above, 0 if all keys are selected; or ``"vector"``, the
+        norm of the sum, ``‖s - Σ_(i not in I) α_i x_i‖``, as some reviews of the paper print it, ``‖s‖`` if
+        all are selected.
 
     Raises:
       ValueError: another aggregate.
@@ -72,14 +73,15 @@ def selection_distance(
 def proved_distance_bound(
     weights: Float[Array, "S"], x: Float[Array, "S D"], selected: Bool[Array, "S"]
 ) -> Float[Array, ""]:
-    """Theorem 1.1 as proved: ``d̃ <= A d_1 + max_(j in I) ‖x_j‖ · (ᾱ (L - N) - A)`` for I the N largest weights.
+    """Theorem 1.1 as proved: ``d̃ <= A d_1 + max_(j in I) ‖x_j‖ · (ᾱ (L - N) - A)`` for the N largest.
 
     ``ᾱ`` is the sum of the selected weights and A that of the others (1 - ᾱ for softmax), ``d_1`` the largest
     distance ``‖x_i - x_j‖`` of a key outside from a key inside.
 
-    Proof. With ``x̄ = s/ᾱ``, ``s - α_i x_i = α_i (x̄ - x_i) + (ᾱ - α_i) x̄``. x̄ is a mean of selected vectors, so
-    ``‖x̄ - x_i‖ <= d_1`` and ``‖x̄‖ <= max ‖x_j‖``; ``ᾱ >= α_i`` because each selected weight is at least α_i. Take
-    norms and sum over the L - N keys outside. For arbitrary sets ᾱ may be less than α_i, and the bound is false.
+    Proof. With ``x̄ = s/ᾱ``, ``s - α_i x_i = α_i (x̄ - x_i) + (ᾱ - α_i) x̄``. x̄ is a mean of selected
+    vectors, so ``‖x̄ - x_i‖ <= d_1`` and ``‖x̄‖ <= max ‖x_j‖``; ``ᾱ >= α_i`` because each selected weight is
+    at least α_i. Take norms and sum over the L - N keys outside. For arbitrary sets ᾱ may be less than α_i,
+    and the bound is false.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.theory import proved_distance_bound, selection_distance, top_keys
@@ -98,9 +100,9 @@ def paper_distance_bound(
 ) -> Float[Array, ""]:
     """Theorem 1.1 with a square root around the bracket, as a review of the paper prints it: **false**.
 
-    ``d̃ <= A d_1 + max_(j in I) ‖x_j‖ · sqrt(ᾱ (L - N) - A)``. For L identical vectors of norm 1, N selected and uniform
-    softmax weights, d̃ is the bracket ``(L - N) (N - 1) / L`` itself and ``d_1 = 0``, so the form fails wherever the
-    bracket exceeds 1. Arguments as in :func:`proved_distance_bound`.
+    ``d̃ <= A d_1 + max_(j in I) ‖x_j‖ · sqrt(ᾱ (L - N) - A)``. For L identical vectors of norm 1, N selected
+    and uniform softmax weights, d̃ is the bracket ``(L - N) (N - 1) / L`` itself and ``d_1 = 0``, so the form
+    fails wherever the bracket exceeds 1. Arguments as in :func:`proved_distance_bound`.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.theory import paper_distance_bound, selection_distance, top_keys
@@ -135,10 +137,11 @@ def proved_expected_distance_bounds(
 
         (L-N)/L Σ_i ‖p Y_i - y_i‖  <=  E d̃  <=  (L-N)/L Σ_i sqrt(‖p Y_i - y_i‖² + V_i)
 
-    Proof. Key i is outside with probability (L-N)/L; given that, I is uniform over the N-sets of the M = L-1 other
-    keys, so s has mean ``p Y_i``. The lower bound is Jensen's inequality (the paper states this form plus an error ε,
-    the Jensen gap). For the upper one, ``E ‖s - y_i‖ <= sqrt(E ‖s - y_i‖²)``, and a sum of N vectors drawn without
-    replacement has variance ``V_i = p (1-p) M/(M-1) (Σ_(j≠i) ‖y_j‖² - ‖Y_i‖²/M)``, 0 for L = 2.
+    Proof. Key i is outside with probability (L-N)/L; given that, I is uniform over the N-sets of the M = L-1
+    other keys, so s has mean ``p Y_i``. The lower bound is Jensen's inequality (the paper states this form
+    plus an error ε, the Jensen gap). For the upper one, ``E ‖s - y_i‖ <= sqrt(E ‖s - y_i‖²)``, and a sum of N
+    vectors drawn without replacement has variance ``V_i = p (1-p) M/(M-1) (Σ_(j≠i) ‖y_j‖² - ‖Y_i‖²/M)``, 0
+    for L = 2.
 
     Returns:
       The lower and the upper bound; both are 0 at N = L.
@@ -174,13 +177,13 @@ def proved_expected_distance_bounds(
 def proved_expected_distance_ceiling(
     weights: Float[Array, "S"], x: Float[Array, "S D"], num_selected: int | Int[Array, ""]
 ) -> Float[Array, ""]:
-    """Corollary 2 made precise: ``E d̃ <= (1 + N) (L-N)/L Σ_i α_i ‖x_i‖`` for a uniformly random set of N keys.
+    """Corollary 2 made precise: ``E d̃ <= (1 + N) (L-N)/L Σ_i α_i ‖x_i‖`` for a random set of N keys.
 
-    For softmax and ``‖x‖ <= 1`` that is at most N + 1, so the expectation cannot grow with L; under L2 it can grow like
-    sqrt(L), since the weights sum to at most sqrt(L).
+    For softmax and ``‖x‖ <= 1`` that is at most N + 1, so the expectation cannot grow with L; under L2 it can
+    grow like sqrt(L), since the weights sum to at most sqrt(L).
 
-    Proof. ``Σ_(i not in I) ‖s - y_i‖ <= (L-N) ‖s‖ + Σ_(i not in I) ‖y_i‖``; a key is inside with probability N/L and
-    outside with probability (L-N)/L.
+    Proof. ``Σ_(i not in I) ‖s - y_i‖ <= (L-N) ‖s‖ + Σ_(i not in I) ‖y_i‖``; a key is inside with probability
+    N/L and outside with probability (L-N)/L.
 
     Raises:
       ValueError: num_selected is not from 1 to S.
@@ -203,9 +206,9 @@ def proved_expected_distance_limit(
 ) -> Float[Array, ""]:
     """The limit of ``E d̃`` for L -> ∞ with L - N = c keys excluded: ``c ‖Σ_j α_j x_j‖``, not 0.
 
-    With few keys left out s is nearly the full sum, and so far from each single ``y_i`` as that sum is long. The error
-    is at most ``(c (c + 1) / L) Σ_j α_j ‖x_j‖``: each of the c norms differs from ``‖Σ y‖`` by at most the c excluded
-    ``‖y‖`` and once more its own, c + 1 times their mean ``Σ‖y‖ / L`` in expectation.
+    With few keys left out s is nearly the full sum, and so far from each single ``y_i`` as that sum is long.
+    The error is at most ``(c (c + 1) / L) Σ_j α_j ‖x_j‖``: each of the c norms differs from ``‖Σ y‖`` by at
+    most the c excluded ``‖y‖`` and once more its own, c + 1 times their mean ``Σ‖y‖ / L`` in expectation.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.theory import proved_expected_distance_limit

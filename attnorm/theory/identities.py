@@ -1,8 +1,8 @@
 """Identities of attention weights.
 
-Notation: logits ``s``, ``a = softmax(s)``, ``y = lp(s, p=p)`` with ``Σ y^p = 1``. Every function reduces one axis of
-keys and maps over the others. A row without visible keys has weights 0; its entropies, effective number of keys and
-factor are 0.
+Notation: logits ``s``, ``a = softmax(s)``, ``y = lp(s, p=p)`` with ``Σ y^p = 1``. Every function reduces one
+axis of keys and maps over the others. A row without visible keys has weights 0; its entropies, effective
+number of keys and factor are 0.
 """
 
 import math
@@ -80,8 +80,9 @@ def lp_from_softmax_factor(
 ) -> Float[Array, "..."]:
     """The positive scalar c of a row with ``lp(s, p) = c · softmax(s)``: ``c = ‖a‖_p^-1``.
 
-    Equal to ``exp((1 - 1/p) H_p(a))`` with H_p the :func:`renyi_entropy`; ``sqrt(N_eff)`` for p = 2. So an L_p
-    attention output has the direction of the softmax output, and a norm over the head removes the difference.
+    Equal to ``exp((1 - 1/p) H_p(a))`` with H_p the :func:`renyi_entropy`; ``sqrt(N_eff)`` for p = 2. So an
+    L_p attention output has the direction of the softmax output, and a norm over the head removes the
+    difference.
 
     Raises:
       ValueError: p <= 0 or NaN.

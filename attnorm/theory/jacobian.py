@@ -1,7 +1,7 @@
 """The Jacobian of L_p weights and its norms.
 
-Notation: logits ``s``, ``y = lp(s, p=p)`` with ``Σ y^p = 1``, ``J = ∂y/∂s``. A row without visible keys has weights 0;
-its norms are 0.
+Notation: logits ``s``, ``y = lp(s, p=p)`` with ``Σ y^p = 1``, ``J = ∂y/∂s``. A row without visible keys has
+weights 0; its norms are 0.
 """
 
 import jax.numpy as jnp
@@ -35,9 +35,9 @@ def jacobian(weights: Float[Array, "... S"], p: float) -> Float[Array, "... S S"
 def jacobian_frobenius_norm(weights: Float[Array, "... S"], p: float) -> Float[Array, "..."]:
     """Frobenius norm of :func:`jacobian` in O(S): ``‖J‖_F² = s_2 (1 + s_2p) - 2 s_(p+2)``, ``s_k = Σ y^k``.
 
-    ``s_2 + s_2² - 2 s_3`` for softmax, ``1 - s_4`` for L2. ``‖J‖_F / sqrt(S)`` is the root mean square response
-    to a random direction of logits. Differences below about eps are lost where the weights are nearly one-hot.
-    Arguments and errors as in :func:`jacobian`.
+    ``s_2 + s_2² - 2 s_3`` for softmax, ``1 - s_4`` for L2. ``‖J‖_F / sqrt(S)`` is the root mean square
+    response to a random direction of logits. Differences below about eps are lost where the weights are
+    nearly one-hot. Arguments and errors as in :func:`jacobian`.
 
     >>> import jax.numpy as jnp
     >>> from attnorm import l2
@@ -53,7 +53,8 @@ def jacobian_frobenius_norm(weights: Float[Array, "... S"], p: float) -> Float[A
 def jacobian_spectral_norm(weights: Float[Array, "... S"], p: float) -> Float[Array, "..."]:
     """Spectral norm ‖J‖₂ of :func:`jacobian`: the largest response to any direction of logits.
 
-    Forms the S × S Jacobian, at O(S³); see :func:`proved_spectral_bound`. Arguments and errors as in :func:`jacobian`.
+    Forms the S × S Jacobian, at O(S³); see :func:`proved_spectral_bound`. Arguments and errors as in
+    :func:`jacobian`.
 
     >>> import jax.numpy as jnp
     >>> from attnorm import l2

@@ -4,36 +4,39 @@ Notation: ``F = exp(l/T)``, ``w = softmax(p l/T)``, ``y = w^(1/p)`` the L_p weig
 
 **p = 2 is the largest p whose worst-case gradient does not grow with the number of keys L.**
 
-Theorem (ours). With ``C_p = 2^(-1/p)`` for 1 <= p <= 2, 1/2 for p < 1, and ``2^(-1/p) L^(1/2 - 1/p)`` for p > 2,
+Theorem (ours). With ``C_p = 2^(-1/p)`` for 1 <= p <= 2, 1/2 for p < 1, and ``2^(-1/p) L^(1/2 - 1/p)`` for
+p > 2,
 
     ‖J_p‖₂ <= C_p / T.
 
-For 1 <= p <= 2 it is attained by two equal dominant logits, at every L >= 2. For p > 2 the order in L is sharp.
+For 1 <= p <= 2 it is attained by two equal dominant logits, for every L >= 2. For p > 2 the order in L is
+sharp.
 
 Proof. ``∂y_i/∂l_j = y_i (δ_ij - w_j) / T``. For a unit vector x let ``d = x - <w, x>``, so that
 
     ‖T J_p x‖² = Σ_i y_i² d_i² = Σ_i w_i^(2/p) d_i².
 
-Three sums bound it, each at most:
+Three sums bound it:
 
-1. ``Σ w d² <= 1/2``: the variance of x under w is at most ``(max x - min x)²/4``, and ``(max x - min x)² <= 2 ‖x‖²``.
+1. ``Σ w d² <= 1/2``: the variance of x under w is at most ``(max x - min x)²/4``, and
+   ``(max x - min x)² <= 2 ‖x‖²``.
 2. ``Σ w² d² <= 1/4``: it is ``‖(diag w - w wᵀ) x‖²``, and 1. says that no eigenvalue of that symmetric matrix
    exceeds 1/2.
-3. ``Σ d² <= L ‖w‖²``: ``d = (I - 1 wᵀ) x``, and an oblique projection and its complement have the same norm, here
-   ``‖1‖ ‖w‖``.
+3. ``Σ d² <= L ‖w‖²``: ``d = (I - 1 wᵀ) x``, and an oblique projection and its complement have the same norm,
+   here ``‖1‖ ‖w‖``.
 
-For p < 1, ``w^(2/p) <= w²``: use 2. For 1 <= p <= 2, Hölder with the exponents 2 - 2/p of 1. and 2/p - 1 of 2. gives
-``2^(-(2 - 2/p)) · 4^(-(2/p - 1)) = 2^(-2/p)``. For p >= 2, Hölder with the exponents 2/p of 1. and 1 - 2/p of 3. gives
-``2^(-2/p) (L ‖w‖²)^(1 - 2/p)``, and ``‖w‖ <= 1``. Two equal logits above all others have ``w = (1/2, 1/2)``, and
-``x = (1, -1)/sqrt(2)`` gives ``2 (1/2)^(2/p) / 2 = 2^(-2/p)``.
-That the growth for p > 2 is real: one logit above L - 1 equal ones with ``w_1 = 1/2`` has ``w_j = 1/(2 (L-1))``;
+For p < 1, ``w^(2/p) <= w²``: use 2. For 1 <= p <= 2, Hölder with the exponents ``2 - 2/p`` of 1. and
+``2/p - 1`` of 2. gives ``2^(-(2 - 2/p)) · 4^(-(2/p - 1)) = 2^(-2/p)``. For p >= 2, Hölder with the exponents
+``2/p`` of 1. and ``1 - 2/p`` of 3. gives ``2^(-2/p) (L ‖w‖²)^(1 - 2/p)``, and ``‖w‖ <= 1``.
+Two equal logits above all others have ``w = (1/2, 1/2)``, and ``x = (1, -1)/sqrt(2)`` gives ``2^(-2/p)``.
+The growth for p > 2 is real: one logit above L - 1 equal ones with ``w_1 = 1/2`` has ``w_j = 1/(2 (L-1))``;
 ``x = e_1`` has ``d_j = -1/2``, and ``‖T J x‖² >= (L-1)^(1 - 2/p) 2^(-2/p) / 4``. ∎
 
-For any smooth positive F in place of exp, ``∂y_i/∂l_j = y_i (δ_ij - w_j) F'(l_j)/F(l_j)`` with ``w = F^p / Σ F^p``: the
-same constants, with ``max |F'/F|`` in place of 1/T.
+For any smooth positive F in place of exp, ``∂y_i/∂l_j = y_i (δ_ij - w_j) F'(l_j)/F(l_j)`` with
+``w = F^p / Σ F^p``: the same constants, with ``max |F'/F|`` in place of 1/T.
 
-Source: Corollary 3 and Section 5 of "Limitations of Normalization in Attention", arXiv 2508.17821, for the paper's
-form and for g; the rest is ours.
+Source: Corollary 3 and Section 5 of "Limitations of Normalization in Attention", arXiv 2508.17821, for the
+paper's form and for g; the rest is ours.
 """
 
 import math
@@ -47,10 +50,10 @@ from attnorm.theory._checks import check_num_keys, check_p, check_positive
 
 
 def paper_gradient_bound(temperature: float) -> Float[Array, ""]:
-    """Corollary 3 of the paper, ``‖∇_l softmax(l/T)‖₂ <= min{1/(4T), sqrt(2)}``: as a spectral norm, **false**.
+    """Corollary 3 of the paper, ``‖∇ softmax(l/T)‖₂ <= min{1/(4T), sqrt(2)}``: as a spectral norm, **false**.
 
-    Two equal logits have ``1/(2T)``. ``1/(4T)`` bounds the largest entry of the Jacobian, and sqrt(2) is the largest
-    distance of two weight vectors, not of a derivative: no number bounds the gradient at all T.
+    Two equal logits have ``1/(2T)``. ``1/(4T)`` bounds the largest entry of the Jacobian, and sqrt(2) is the
+    largest distance of two weight vectors, not of a derivative: no number bounds the gradient at all T.
 
     Raises:
       ValueError: temperature not positive.
@@ -85,9 +88,9 @@ def proved_largest_entry_bound(temperature: float) -> Float[Array, ""]:
 def proved_spectral_bound(num_keys: int, *, p: float, temperature: float = 1.0) -> Float[Array, ""]:
     """``sup ‖J_p‖₂ <= C_p / T`` over all logits of L keys; the theorem at the head of this module.
 
-    ``2^(-1/p) / T`` for 1 <= p <= 2 (attained: 1/(2T) for softmax, 1/(sqrt(2) T) for L2), ``1/(2T)`` for p < 1,
-    ``2^(-1/p) L^(1/2 - 1/p) / T`` for p > 2 (its order in L is sharp), ``sqrt(L) / T`` for p = ∞. For weights of a
-    general smooth positive F put ``1 / max |F'/F|`` in place of T.
+    ``2^(-1/p) / T`` for 1 <= p <= 2 (attained: 1/(2T) for softmax, 1/(sqrt(2) T) for L2), ``1/(2T)`` for
+    p < 1, ``2^(-1/p) L^(1/2 - 1/p) / T`` for p > 2 (its order in L is sharp), ``sqrt(L) / T`` for p = ∞. For
+    weights of a general smooth positive F put ``1 / max |F'/F|`` in place of T.
 
     Args:
       num_keys: L.
@@ -135,13 +138,15 @@ def proved_spectral_bound_at(
 
 
 def proved_frobenius_bound(num_keys: int, *, p: float, temperature: float = 1.0) -> Float[Array, ""]:
-    """``‖J_p‖_F <= sqrt(1 - 1/L) / T`` for p <= 2, ``(1 - 1/L)^(1/p) (2 (L - 1))^(1/2 - 1/p) / T`` for p >= 2.
+    """``‖J_p‖_F <= sqrt(1 - 1/L) / T`` for p <= 2; for p >= 2 see below.
 
-    Attained for p = 2 by equal logits and for p = ∞. The mean response to a random unit direction of logits is at most
-    ``‖J‖_F / sqrt(L)``: for p <= 2 it vanishes like L^(-1/2) even where the worst direction does not.
+    ``(1 - 1/L)^(1/p) (2 (L - 1))^(1/2 - 1/p) / T`` for p >= 2. Attained at p = 2, by equal logits, and at ∞.
+    The root mean square response to a random unit direction of logits is ``‖J‖_F / sqrt(L)``: for p <= 2 it
+    vanishes like L^(-1/2) even where the worst direction does not.
 
-    Proof. ``T² ‖J_p‖_F² = Σ_i w_i^(2/p) ‖e_i - w‖²``. For p <= 2, ``w^(2/p) <= w`` leaves ``1 - ‖w‖² <= 1 - 1/L``. For
-    p >= 2, Hölder with the exponents 2/p and 1 - 2/p and ``Σ_i ‖e_i - w‖² = L (1 + ‖w‖²) - 2 <= 2 (L - 1)``.
+    Proof. ``T² ‖J_p‖_F² = Σ_i w_i^(2/p) ‖e_i - w‖²``. For p <= 2, ``w^(2/p) <= w`` leaves
+    ``1 - ‖w‖² <= 1 - 1/L``. For p >= 2, Hölder with the exponents 2/p and 1 - 2/p and
+    ``Σ_i ‖e_i - w‖² = L (1 + ‖w‖²) - 2 <= 2 (L - 1)``.
 
     Arguments and errors as in :func:`proved_spectral_bound`.
 
@@ -165,8 +170,8 @@ def proved_smooth_gradient_bounds(
 
     ``½ max |F'/F|``, and ``max |F'| (1/S + sqrt(L) ‖F‖₂ / S²)`` with ``S = Σ F``.
 
-    Proof. ``J = (diag α - α αᵀ) diag(F'/F)``, whose first factor has norm at most 1/2. And ``J_ij = δ_ij F'_i / S - F_i
-    F'_j / S²`` with ``‖F'‖₂ <= sqrt(L) max |F'|``.
+    Proof. ``J = (diag α - α αᵀ) diag(F'/F)``, whose first factor has norm at most 1/2. And
+    ``J_ij = δ_ij F'_i / S - F_i F'_j / S²`` with ``‖F'‖₂ <= sqrt(L) max |F'|``.
 
     Args:
       values: F at the logits, positive.
@@ -189,11 +194,11 @@ def proved_finite_difference_bound(
 ) -> Float[Array, ""]:
     """Bound on :func:`finite_difference`: ``min{C_p / T, D_p / ε}``.
 
-    C_p as in :func:`proved_spectral_bound` (the mean value theorem); D_p bounds the distance of any two weight vectors:
-    sqrt(2) for p <= 2, ``2^(1/p) L^(1/2 - 1/p)`` for p >= 2, ``sqrt(L)`` for p = ∞.
+    C_p as in :func:`proved_spectral_bound` (the mean value theorem); D_p bounds the distance of any two
+    weight vectors: sqrt(2) for p <= 2, ``2^(1/p) L^(1/2 - 1/p)`` for p >= 2, ``sqrt(L)`` for p = ∞.
 
-    Proof of D_p. Weights are not negative, so ``‖y - y'‖₂² <= ‖y‖₂² + ‖y'‖₂² <= 2`` for p <= 2, where ``‖y‖₂ <= ‖y‖_p``;
-    and ``‖y - y'‖_p^p <= 2`` with ``‖·‖₂ <= L^(1/2 - 1/p) ‖·‖_p`` for p >= 2.
+    Proof of D_p. Weights are not negative, so ``‖y - y'‖₂² <= ‖y‖₂² + ‖y'‖₂² <= 2`` for p <= 2, where
+    ``‖y‖₂ <= ‖y‖_p``; and ``‖y - y'‖_p^p <= 2`` with ``‖·‖₂ <= L^(1/2 - 1/p) ‖·‖_p`` for p >= 2.
 
     Args:
       num_keys: L.
@@ -255,8 +260,8 @@ def top_direction(
 ) -> tuple[Float[Array, ""], Float[Array, "S"]]:
     """The spectral norm of the Jacobian of any weights at these logits, and the direction that attains it.
 
-    By power iteration on JᵀJ, so O(S) per iteration and never above the true norm. Where the two largest singular
-    values are close the direction is a mixture of theirs.
+    By power iteration on JᵀJ, so O(S) per iteration and never above the true norm. Where the two largest
+    singular values are close the direction is a mixture of theirs.
 
     Args:
       function: logits -> weights, differentiable in both modes.

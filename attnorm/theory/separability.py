@@ -1,15 +1,16 @@
 """How many of the selected keys can be told apart from the others by their distance to the selected sum.
 
-One row, with weights ``α``, vectors ``x_i``, a selection I of N keys and ``s = Σ_(j in I) α_j x_j``. A selected key is
-separated if it lies within the ball around s that holds no key from outside:
+One row, with weights ``α``, vectors ``x_i``, a selection I of N keys and ``s = Σ_(j in I) α_j x_j``. A
+selected key is separated if it lies within the ball around s that holds no key from outside:
 
     D_i = ‖α_i x_i - s‖,    r = min_(i not in I) D_i,    N_s = #{i in I : D_i < r}
 
-The bounds are about x that are drawn independently and uniformly from a sphere of radius M, and about given weights.
-They hold for weights of any normaliser. Use ``jax.vmap`` for more rows.
+The bounds are about x that are drawn independently and uniformly from a sphere of radius M, and about given
+weights. They hold for weights of any normaliser. Use ``jax.vmap`` for more rows.
 
-Sources: Section 4 of "Limitations of Normalization in Attention", arXiv 2508.17821 (N_s and Theorem 2, whose displayed
-form is restored here from descriptions); arXiv 2602.01893 (precision and recall). What is named ``proved_*`` is ours.
+Sources: Section 4 of "Limitations of Normalization in Attention", arXiv 2508.17821 (N_s and Theorem 2, whose
+displayed form is restored here from descriptions); arXiv 2602.01893 (precision and recall). What is named
+``proved_*`` is ours.
 """
 
 from typing import NamedTuple
@@ -31,7 +32,7 @@ class Retrieval(NamedTuple):
 def separable_fraction(
     weights: Float[Array, "S"], x: Float[Array, "S D"], selected: Bool[Array, "S"]
 ) -> Float[Array, ""]:
-    """``N_s / N``: the fraction of the selected keys that are nearer to s than every other key. 1 if all are selected.
+    """``N_s / N``: the fraction of the selected keys that are nearer to s than every other key.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.theory import separable_fraction
@@ -43,7 +44,7 @@ def separable_fraction(
 
 
 def retrieval(weights: Float[Array, "S"], x: Float[Array, "S D"], selected: Bool[Array, "S"]) -> Retrieval:
-    """Precision, recall and their harmonic mean F of the selection; with the values as x, those of the value space.
+    """Precision, recall and their harmonic mean F; with the values as x, those of the value space.
 
     Recall is ``#{i in I : D_i < ρ_min} / N``, ρ_min the nearest D from outside. Precision is
     ``N / (N + #{j not in I : D_j <= ρ_max})``, ρ_max the farthest D from inside.
@@ -65,7 +66,8 @@ def retrieval_of_distances(distances: Float[Array, "S"], selected: Bool[Array, "
     >>> import jax.numpy as jnp
     >>> from attnorm.theory import retrieval_of_distances
     >>> selected = jnp.array([True, True, False, False])
-    >>> print(*(round(float(x), 3) for x in retrieval_of_distances(jnp.array([1.0, 3.0, 2.0, 4.0]), selected)))
+    >>> distances = jnp.array([1.0, 3.0, 2.0, 4.0])
+    >>> print(*(round(float(x), 3) for x in retrieval_of_distances(distances, selected)))
     0.667 0.5 0.571
     """
     N = jnp.sum(selected)
@@ -108,10 +110,10 @@ def paper_separability_bounds(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Theorem 2 in the paper's form: ``1 - Σ ξ_i/(r N) <= E N_s/N <= (1/N) Σ exp(-(ξ_i - r)² / (2 M²))``.
 
-    The lower bound holds, also for every single draw, and is often negative. The upper one is **false** as a bound for a
-    ball of radius r: ξ bounds D from above where a concentration inequality needs the mean from below, and ξ < r must
-    give 1 and not less. Two equal weights 1/2 always lie in the ball of radius 1 (``D_i = ξ_i = 1/2``), so
-    N_s/N = 1 > exp(-1/8).
+    The lower bound holds, also for every single draw, and is often negative. The upper one is **false** as a
+    bound for a ball of radius r: ξ bounds D from above where a concentration inequality needs the mean from
+    below, and ξ < r must give 1 and not less. Two equal weights 1/2 always lie in the ball of radius 1
+    (``D_i = ξ_i = 1/2``), so N_s/N = 1 > exp(-1/8).
 
     Args:
       weights: those of the N selected keys, not negative.
@@ -139,10 +141,10 @@ def paper_separability_bounds(
 def proved_mean_distance_floor(
     weights: Float[Array, "N"], *, radius: float, num_dims: int
 ) -> Float[Array, "N"]:
-    """A lower bound on ``E D_i``: ``M sqrt(Σ_(j≠i) α_j²) / sqrt(1 + 2/d)``, for independent x on a sphere in R^d.
+    """A lower bound on ``E D_i``: ``M sqrt(Σ_(j≠i) α_j²) / sqrt(1 + 2/d)``, for independent x on a sphere.
 
-    Proof. Hölder gives ``E D >= (E D²)^(3/2) / (E D⁴)^(1/2)``. With ``v = Σ_(j≠i) α_j²``: ``E D² = M² v``, and
-    ``E D⁴ = M⁴ (v² + (2/d) Σ_(j≠k) α_j² α_k²) <= M⁴ v² (1 + 2/d)``, since ``E <x_j, x_k>² = M⁴/d``.
+    Proof. Hölder gives ``E D >= (E D²)^(3/2) / (E D⁴)^(1/2)``. With ``v = Σ_(j≠i) α_j²``: ``E D² = M² v``,
+    and ``E D⁴ = M⁴ (v² + (2/d) Σ_(j≠k) α_j² α_k²) <= M⁴ v² (1 + 2/d)``, since ``E <x_j, x_k>² = M⁴/d``.
 
     Raises:
       ValueError: radius not positive, num_dims < 1.
@@ -169,16 +171,18 @@ def proved_separability_upper_bound(
 ) -> Float[Array, ""]:
     """``E N_s/N <= (1/N) Σ min(1, exp(-2 (μ_i - t)_+² / R_i²)) + P(r > t)``, true for every threshold t.
 
-    Proof. If ``r <= t``, a separated key has ``D_i < t``. D_i lies in [0, R_i], ``R_i = M (ᾱ - α_i)``, so Hoeffding's
-    inequality bounds ``P(D_i < t)`` by the exponential. Independent x_j move D_i by at most ``2 M α_j`` each, so
-    McDiarmid's inequality gives ``exp(-(μ_i - t)_+² / (2 M² Σ_(j≠i) α_j²))`` too, and the smaller counts.
+    Proof. If ``r <= t``, a separated key has ``D_i < t``. D_i lies in [0, R_i], ``R_i = M (ᾱ - α_i)``, so
+    Hoeffding's inequality bounds ``P(D_i < t)`` by the exponential. Independent x_j move D_i by at most
+    ``2 M α_j`` each, so McDiarmid's inequality gives ``exp(-(μ_i - t)_+² / (2 M² Σ_(j≠i) α_j²))`` too, and
+    the smaller counts.
 
     Args:
       weights: those of the N selected keys, not negative.
       mean_distances: ``μ_i <= E D_i``, as :func:`proved_mean_distance_floor`.
       radius: M, no x is longer.
       threshold: t, a fixed number. The r of a draw must not be put here: it depends on the draw.
-      exceeding: ``P(r > t)``, the probability that no outside key comes within t of s; 0 for a fixed ball ``r = t``.
+      exceeding: ``P(r > t)``, the probability that no outside key comes within t of s; 0 for a fixed ball
+        ``r = t``.
       independent: whether the x are independent of each other.
 
     Raises:
@@ -204,7 +208,7 @@ def proved_separability_upper_bound(
 
 
 def paper_head_coverage(separability: float, num_heads: int) -> Float[Array, ""]:
-    """Keys covered by at least one of H heads of separability p, ``1 - (1 - p)^H``, if heads were independent.
+    """Share of keys that at least one of H heads separates, ``1 - (1 - p)^H``, if heads were independent.
 
     Source: arXiv 2508.17821, Section 4. Heads that miss the same keys cover less, down to p.
 

@@ -1,12 +1,12 @@
 """Bounds on weights, their norms and entropies that follow from bounded logits, or from the norm alone.
 
-Source: Lemma 1 and Corollary 1 of "Limitations of Normalization in Attention", arXiv 2508.17821, for softmax-type
-weights ``F(l_i) / Σ_j F(l_j)``; the constants of Lemma 1 and everything about L_p are ours.
+Source: Lemma 1 and Corollary 1 of "Limitations of Normalization in Attention", arXiv 2508.17821, for
+softmax-type weights ``F(l_i) / Σ_j F(l_j)``; the constants of Lemma 1 and everything about L_p are ours.
 
-Every weight of F-normalised keys lies within a factor ``C = max F / min F`` of the uniform weight L^(-1/p): with F
-between ``min F`` and ``max F``, ``F_i / (Σ F^p)^(1/p)`` is least where F_i = min F and all others are max F. The bounds
-hold for smooth and positive F that know nothing of L. They say nothing about F that grow with L (log-length scaling)
-or that can be 0 (sparsemax, entmax, ReLU).
+Every weight of F-normalised keys lies within a factor ``C = max F / min F`` of the uniform weight L^(-1/p):
+with F between ``min F`` and ``max F``, ``F_i / (Σ F^p)^(1/p)`` is least where F_i = min F and all others are
+max F. The bounds hold for smooth and positive F that know nothing of L. They say nothing about F that grow
+with L (log-length scaling) or that can be 0 (sparsemax, entmax, ReLU).
 """
 
 import math
@@ -80,8 +80,8 @@ def proved_weight_bounds(num_keys: int, ratio: float, *, p: float = 1.0):
 def proved_entropy_bounds(num_keys: int, max_abs_logit: float, *, temperature: float = 1.0):
     """Shannon entropy of ``softmax(l/T)`` in nats: ``log L - 2Δ/T <= H <= log L``.
 
-    The lower bound is ``-log`` of the largest weight that Corollary 1 allows; it may be negative, and 0 is then the
-    better one. Arguments and errors as in :func:`paper_softmax_weight_bounds`.
+    The lower bound is ``-log`` of the largest weight that Corollary 1 allows; it may be negative, and 0 is
+    then the better one. Arguments and errors as in :func:`paper_softmax_weight_bounds`.
 
     >>> from attnorm.theory import proved_entropy_bounds
     >>> print(*(round(float(bound), 3) for bound in proved_entropy_bounds(1000, 1.0)))
@@ -92,10 +92,10 @@ def proved_entropy_bounds(num_keys: int, max_abs_logit: float, *, temperature: f
 
 
 def proved_effective_keys_bounds(num_keys: int, ratio: float):
-    """Effective number of keys under any L_p: ``4 C L / (1 + C)² <= N_eff <= L``, C the ratio of the extreme F.
+    """Effective number of keys: ``4 C L / (1 + C)² <= N_eff <= L``, C the ratio of the extreme F.
 
-    N_eff does not depend on p, and the lower bound is Kantorovich's inequality: it is attained where a fraction
-    ``1 / (1 + C)`` of the keys has max F and the others min F. Arguments and errors as in
+    N_eff does not depend on p, and the lower bound is Kantorovich's inequality: it is attained where a
+    fraction ``1 / (1 + C)`` of the keys has max F and the others min F. Arguments and errors as in
     :func:`proved_weight_bounds`.
 
     >>> from attnorm.theory import proved_effective_keys_bounds
@@ -108,10 +108,10 @@ def proved_effective_keys_bounds(num_keys: int, ratio: float):
 
 
 def proved_norm_bounds(num_keys: int, *, p: float, order: float = 2.0):
-    """Range of ``‖y‖_order`` for weights with ``‖y‖_p = 1``: between 1 (one-hot) and ``L^(1/order - 1/p)`` (uniform).
+    """Range of ``‖y‖_order`` where ``‖y‖_p = 1``: from 1 (one-hot) to ``L^(1/order - 1/p)`` (uniform).
 
-    Under order 2, the root of the output variance for uncorrelated unit-variance values: softmax falls to L^(-1/2),
-    p > 2 rises to L^(1/2 - 1/p), and p = 2 alone has 1 on both sides.
+    Under order 2, the root of the output variance for uncorrelated unit-variance values: softmax falls to
+    L^(-1/2), p > 2 rises to L^(1/2 - 1/p), and p = 2 alone has 1 on both sides.
 
     Raises:
       ValueError: p or order not positive, num_keys < 1.
@@ -128,7 +128,7 @@ def proved_norm_bounds(num_keys: int, *, p: float, order: float = 2.0):
 
 
 def proved_factor_bounds(num_keys: int, *, p: float):
-    """Range of the factor between softmax and L_p weights, :func:`lp_from_softmax_factor`: 1 to ``L^(1 - 1/p)``.
+    """Range of :func:`lp_from_softmax_factor`, between softmax and L_p weights: 1 to ``L^(1 - 1/p)``.
 
     For p < 1 the order is reversed: ``L^(1 - 1/p)`` to 1. One-hot rows give 1, uniform rows the other end.
 
@@ -161,8 +161,8 @@ def weak_weight_bounds(
     Raises:
       ValueError: an argument outside its range.
 
-    Source: Lemma 1 and Corollary 1 of "Limitations of Normalization in Attention", arXiv 2508.17821, for p = 1;
-    the extension to L_p is ours.
+    Source: Lemma 1 and Corollary 1 of "Limitations of Normalization in Attention", arXiv 2508.17821, for
+    p = 1; the extension to L_p is ours.
 
     >>> from attnorm.theory import weak_weight_bounds
     >>> low, high = weak_weight_bounds(10000, 1.0, p=2)

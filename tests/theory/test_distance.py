@@ -112,7 +112,7 @@ def test_the_form_with_a_square_root_fails():
 
 
 def test_the_bound_is_false_for_arbitrary_sets():
-    """Selecting the key without weight leaves d̃ = 1 against a bound of 0 where both keys have the same vector."""
+    """Selecting the key without weight, of two equal ones: d̃ = 1 against a bound of 0."""
     weights, x = jnp.array([0.0, 1.0]), jnp.ones((2, 1))
     selected = jnp.array([True, False])
     assert float(theory.selection_distance(weights, x, selected)) == 1

@@ -1,4 +1,4 @@
-"""Bounds on gradients and differences: searched for violations over random and optimised logits and directions."""
+"""Bounds on gradients and differences: searched for violations over random and optimised logits."""
 
 import functools
 import math

@@ -198,7 +198,7 @@ def test_arguments_outside_their_range_are_named(call, name):
 
 
 def test_another_norm_of_the_weights_selects_alike():
-    """L_p weights are softmax's times one number per row, so all distances scale and no comparison changes."""
+    """L_p weights are softmax's times one number per row, so all distances scale alike."""
     rng = np.random.default_rng(5)
     s, x = rng.normal(size=(200, 10)) * 2, rng.normal(size=(200, 10, 3))
     of = jax.jit(jax.vmap(theory.retrieval, (0, 0, None)))

@@ -47,7 +47,7 @@ def run(
     model: str,
     text_name: str,
 ) -> list[Path]:
-    """Writes ``figure_2a.csv`` and ``.png`` to ``figure_4``, ``heads.csv``, and ``summary.csv`` and ``.md``, into a folder.
+    """Writes the five figures as CSV and PNG, ``heads.csv``, ``summary.csv`` and ``.md`` into a folder.
 
     What is there already is not measured again; each file appears whole.
 
@@ -131,7 +131,8 @@ def make_texts(source: Source, text: str | None, options: Options) -> np.ndarray
     """The texts of a study: pieces of a text, or what the source itself gives as examples.
 
     Raises:
-      ValueError: a text shorter than the largest length times the number of texts, or a length that is too long.
+      ValueError: a text shorter than the largest length times the number of texts, or a length that is too
+        long.
     """
     longest = options.lengths[-1]
     if longest > source.max_length:
@@ -149,7 +150,8 @@ def _own_normalizer(source):
 
 
 def _describe(source):
-    return f"{source.name} ({'causal' if source.is_causal else 'bidirectional, not comparable with causal models'})"
+    kind = "causal" if source.is_causal else "bidirectional, not comparable with causal models"
+    return f"{source.name} ({kind})"
 
 
 def _csv_path(out: Path, name: str) -> Path:

@@ -37,9 +37,10 @@ def gradient_rows(
       seed: of the directions: one for all finite differences of a row, and four more for the mean response.
 
     Returns:
-      ``difference``, g along a random direction (N R Q steps); ``spectral``, ‖J‖₂ with J the derivative to the products
-      (N R Q); ``mean_response``, the root mean square of ‖J v‖ over random unit v, an estimate of ``‖J‖_F / sqrt(L)``
-      (N R Q); ``direction_keys``, ``1 / Σ v⁴`` of the top singular direction, the number of keys that it moves (N R Q).
+      ``difference``, g along a random direction (N R Q steps); ``spectral``, ‖J‖₂ with J the derivative to
+      the products (N R Q); ``mean_response``, the root mean square of ‖J v‖ over random unit v, an estimate
+      of ``‖J‖_F / sqrt(L)`` (N R Q); ``direction_keys``, ``1 / Σ v⁴`` of the top singular direction, the
+      number of keys that it moves (N R Q).
     """
     with jax.enable_x64(True):
         N, R, S = products.shape

@@ -56,14 +56,15 @@ class Study:
         longest = self.options.lengths[-1]
         if longest > self.source.max_length:
             raise ValueError(
-                f"lengths must be at most {self.source.max_length}, what {self.source.name} can read, got {longest}"
+                f"lengths must be at most {self.source.max_length}, what {self.source.name} can read, "
+                f"got {longest}"
             )
         wanted = (self.options.num_texts, longest)
         if np.shape(self.texts) != wanted:
             raise ValueError(f"texts must have shape {wanted}, got {np.shape(self.texts)}")
 
     def over_layers(self, length: int, measure: Callable[[Attention], Mapping[str, dict]]) -> dict:
-        """``measure``, a result per normaliser, on every layer and text; by (normaliser, layer), rows after rows.
+        """``measure``, a result per normaliser, on every layer and text; by (normaliser, layer).
 
         Results are arrays (N, R, ...); the rows of the next text go behind those of the one before.
         """
@@ -124,7 +125,7 @@ def _distances(study, length, nums):
 
 
 def critical_num_selected(study: Study) -> list[dict]:
-    """Figure 2c: at which N true and expected distances of the heads can no longer be told apart, by length."""
+    """Figure 2c: at which N true and expected distances of the heads can no longer be told apart."""
     table = []
     for length in study.options.lengths:
         most = max(min(int(study.options.max_critical_fraction * length), length - 1), 1)
@@ -186,7 +187,7 @@ def _distance_rows(study, attention, nums, with_bounds):
 
 
 def separability(study: Study) -> list[dict]:
-    """Figure 3: ``N_s / N`` with Theorem 2's bounds, and precision, recall and F in value space, per head and N."""
+    """Figure 3: ``N_s / N`` with Theorem 2's bounds, and precision, recall and F in value space, per head."""
     options, length = study.options, study.options.lengths[-1]
     nums = options.num_selected
 
@@ -294,7 +295,7 @@ def gradients(study: Study) -> list[dict]:
 
 
 def heads(study: Study) -> list[dict]:
-    """Entropy, effective keys, sink mass, norm of the weights and output variance, per head; means over rows."""
+    """Entropy, effective keys, sink mass, weight norm and output variance, per head; means over rows."""
     options, length = study.options, study.options.lengths[-1]
 
     def measure(attention):
@@ -328,7 +329,7 @@ def _head_rows(normalizer, rows, values):
         "effective_keys": theory.effective_keys(weights),
         "sink_mass": shares[..., 0],
         "weight_norm": jnp.linalg.norm(weights, axis=-1),
-        "output_variance": jnp.var(jnp.einsum("NRS,NSH->NRH", weights, values), axis=-1),
+        "output_variance": jnp.var(jnp.einsum("NRS,NSH->NRH", weights, values, precision="highest"), axis=-1),
         "value_variance": jnp.sum(visible_values, -1) / jnp.sum(rows.visible, -1),
     }
 

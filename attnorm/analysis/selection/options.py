@@ -17,15 +17,15 @@ def _option(default, help, choices=None):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the paper leaves open, or fixes without a reason; ``python -m attnorm.analysis selection --help`` says what.
+    """What the paper leaves open, or fixes without a reason; the help of the command says what each means.
 
     Raises:
       TypeError: a number that is not one.
       ValueError: an option outside its range; the message names it.
 
     >>> from attnorm.analysis.selection.options import Options
-    >>> Options(lengths=(64, 32)).lengths
-    (32, 64)
+    >>> Options(lengths=(512, 128)).lengths
+    (128, 512)
     """
 
     lengths: tuple[int, ...] = _option((32, 64, 128, 256, 512, 1024), "the lengths L, in tokens")

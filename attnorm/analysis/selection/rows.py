@@ -4,8 +4,8 @@ With the Gram matrix ``G_ij = <x_i, x_j>`` and the masked weights m of a selecti
 
     ‖s - α_i x_i‖² = m·Gm - 2 α_i (Gm)_i + α_i² G_ii
 
-so a selection costs one product of m with G, whatever the dimension of x, and all selections and rows share G.
-In float32 a distance far below ‖s‖ has an error of about ``3e-4 ‖s‖``.
+so a selection costs one product of m with G, whatever the dimension of x, and all selections and rows share
+G. In float32 a distance far below ‖s‖ has an error of about ``3e-4 ‖s‖``.
 """
 
 import functools
@@ -83,7 +83,7 @@ def row_weights(normalizer: Normalizer, rows: Rows) -> Float[Array, "N R S"]:
 
 
 def random_ranks(counted: Bool[Array, "R S"], num_draws: int, seed: int) -> Int[np.ndarray, "M R S"]:
-    """A random order of each row's counted keys, for each draw; its first N are a uniformly random selection."""
+    """A random order of each row's counted keys, for each draw; its first N are a random selection."""
     noise = np.random.default_rng(seed).random((num_draws, *counted.shape))
     noise = np.where(counted, noise, 2)
     return np.argsort(np.argsort(noise, -1), -1).astype(np.int32)
@@ -107,8 +107,8 @@ def distance_rows(
       ranks: of :func:`random_ranks`.
       num_selected: the K values of N, ascending.
       aggregate: as in :func:`attnorm.theory.selection_distance`.
-      with_bounds: whether Theorem 1's bounds are wanted: of 1.1 (``bound``, NaN where a weight is negative), of 1.2
-        (``expected_low``, ``_high``), and of Corollary 2 (``expected_ceiling``).
+      with_bounds: whether Theorem 1's bounds are wanted: of 1.1 (``bound``, NaN where a weight is negative),
+        of 1.2 (``expected_low``, ``_high``), and of Corollary 2 (``expected_ceiling``).
 
     Returns:
       ``distance``, ``expected``, and the bounds. 0 where a row has no more than N keys.
@@ -132,8 +132,8 @@ def distance_rows(
             return jnp.sum(jnp.where(counted & ~inside, distances, 0), -1)
 
         def sampled(rank):
-            # One selection with the heaviest key and one without, weighed by how likely these are: else a key that
-            # holds nearly all weight, and is drawn by few rows, would leave nothing but noise.
+            # One selection with the heaviest key and one without, weighed by how likely these are: else a key
+            # that holds nearly all weight, and is drawn by few rows, would leave nothing but noise.
             heaviest = jnp.arange(weights.size) == chosen[0]
             rank = rank - (rank > rank[chosen[0]])
             others = counted & ~heaviest
@@ -144,7 +144,7 @@ def distance_rows(
         distance = total((rank < nums[:, None]) & counted)
         result = {"distance": distance, "expected": jnp.mean(jax.vmap(sampled)(ranks), 0)}
         if with_bounds:
-            result["bound"] = _theorem_1_1(weights, counted, chosen, rank, nums, num_selected, gram)
+            result["bound"] = _theorem_1_1(weights, counted, chosen, rank, nums, gram)
             low, high, ceiling = _theorem_1_2(weights, counted, whole, nums, count, gram)
             result |= {"expected_low": low, "expected_high": high, "expected_ceiling": ceiling}
         return result
@@ -163,12 +163,13 @@ def separability_rows(
     num_selected: tuple[int, ...],
     num_dims: int,
 ) -> dict[str, Float[Array, "N R K ..."]]:
-    """Recall ``N_s / N``, precision and F of the N largest weights, and Theorem 2's bounds, per head, row and N.
+    """Recall ``N_s / N``, precision and F of the N largest weights, and Theorem 2's bounds.
 
     Returns:
-      ``recall``, ``precision``, ``f``, (N R K), and bounds, NaN where a weight is negative: ``low``, ``1 - Σ ξ / (r N)`` or 0 with the row's own r, which holds for
-      every row; ``paper_high``, the paper's upper form with that r; ``high``, (N R K Q): at each fixed threshold t, the
-      proved bound if r <= t, else 1.
+      ``recall``, ``precision`` and ``f``, (N R K), and bounds, NaN where a weight is negative: ``low``,
+      ``1 - Σ ξ / (r N)`` or 0 with the row's own r, which holds for every row; ``paper_high``, the paper's
+      upper form with that r; ``high``, (N R K Q): at each fixed threshold t, the proved bound if r <= t, else
+      1.
     """
 
     def row(weights, counted, _, gram):
@@ -218,7 +219,10 @@ def _over_heads_and_rows(normalizer, rows, row, extra):
             batch_size=_ROWS_AT_ONCE,
         )
 
-    return jax.lax.map(head, (rows.logits, rows.gram if rows.gram.shape[0] == N > 1 else None))
+    # Distances are small differences of inner products, for which accelerators' default precision is too
+    # coarse.
+    with jax.default_matmul_precision("highest"):
+        return jax.lax.map(head, (rows.logits, rows.gram if rows.gram.shape[0] == N > 1 else None))
 
 
 def _largest(weights, counted, num):
@@ -234,7 +238,7 @@ def _distances(weights, masked, products, gram):
     return jnp.sqrt(jnp.maximum(squared, 0))
 
 
-def _theorem_1_1(weights, counted, chosen, rank, nums, num_selected, gram):
+def _theorem_1_1(weights, counted, chosen, rank, nums, gram):
     squares = jnp.diagonal(gram)
     pairs = squares + squares[chosen][:, None] - 2 * gram[chosen]
     last = jnp.minimum(nums, chosen.size) - 1

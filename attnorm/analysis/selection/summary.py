@@ -21,7 +21,8 @@ def summarize(tables: dict[str, Table], normalizers: Sequence[str]) -> list[dict
       normalizers: in the order of the result.
 
     Returns:
-      Rows with ``figure``, ``normalizer``, ``from`` ("paper" or "ours"), ``claim``, ``measured``, ``verdict``.
+      Rows with ``figure``, ``normalizer``, ``from`` ("paper" or "ours"), ``claim``, ``measured``,
+      ``verdict``.
     """
     rows = []
     for figure, claims in _CLAIMS.items():
@@ -70,12 +71,15 @@ def _bound_holds(table):
 def _expectation_in_bounds(table):
     if _unknown(table, "expected_low"):
         return _NO_BOUND, None
-    spread = [
-        (_mean(table, "expected", **at) / _mean(table, "expected_low", **at),
-         _mean(table, "expected", **at) / _mean(table, "expected_high", **at))
-        for at in ({"length": L, "num_selected": N} for L, N in {(r["length"], r["num_selected"]) for r in table})
-    ]  # fmt: skip
-    low, high = min(low for low, _ in spread), max(high for _, high in spread)
+    points = {(row["length"], row["num_selected"]) for row in table}
+    low, high = (
+        [
+            _mean(table, "expected", length=L, num_selected=N) / _mean(table, key, length=L, num_selected=N)
+            for L, N in points
+        ]
+        for key in ("expected_low", "expected_high")
+    )
+    low, high = min(low), max(high)
     # Random selections are sampled: a hundredth is their noise.
     return f"E d̃ over its bounds: at least {low:.3f}, at most {high:.3f}", low >= 0.99 and high <= 1.01
 

@@ -1,4 +1,4 @@
-"""The command: what it writes, how it goes on after an interruption, and what it refuses before writing anything."""
+"""The command: what it writes, how it goes on after an interruption, and what it refuses."""
 
 import csv
 import json
@@ -228,9 +228,9 @@ from attnorm.analysis.selection.options import Options
 from tests.analysis.selection.heads import Given
 rng = np.random.default_rng(0)
 source = Given(rng.normal(size=(12, 1024, 1024)), rng.normal(size=(1024, 64)), is_causal=True)
-options = Options(lengths=(1024,), vectors="values", max_rows=64, num_selected=(1, 100), max_gradient_rows=1, temperatures=(1.0,))
-study = measure.Study(source, source.example_tokens(1024, 1), {"l2": get_normalizer("l2")}, options)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+options = Options(lengths=(1024,), vectors="values", max_rows=64, num_selected=(1, 100), max_gradient_rows=1,
+temperatures=(1.0,)) study = measure.Study(source, source.example_tokens(1024, 1), {"l2":
+get_normalizer("l2")}, options) before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for measurement in (measure.distance_by_num_selected, measure.separability, measure.gradients, measure.heads):
     assert measurement(study)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)

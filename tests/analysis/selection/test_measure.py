@@ -33,7 +33,8 @@ def test_per_head_numbers_of_known_heads():
     mass = math.exp(source.SINK) / (math.exp(source.SINK) + keys - 1)
     assert sink["sink_mass"] == pytest.approx(mass.mean(), rel=1e-5)
     for head in range(4):
-        # L2 changes neither entropy nor effective keys of softmax's shares, makes all norms 1, and keeps variance.
+        # L2 changes neither entropy nor effective keys of softmax's shares, makes all norms 1, and keeps
+        # variance.
         assert table["l2", head]["weight_norm"] == pytest.approx(1, rel=1e-5)
         assert table["l2", head]["sink_mass"] == pytest.approx(table["softmax", head]["sink_mass"], rel=1e-5)
         assert table["l2", head]["output_variance"] > table["softmax", head]["output_variance"]

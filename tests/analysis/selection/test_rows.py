@@ -99,7 +99,7 @@ def test_distances_and_bounds(is_causal, name, vectors, hidden):
 
 
 def test_expected_distance_is_the_mean_over_all_selections():
-    """Exact enumeration against sampled selections; the head with a sink too, whose sink few selections hold."""
+    """Exact enumeration against sampled selections; also under a sink that few selections hold."""
     attention, x, got = measured(False, "softmax", "embedding", num_draws=400)
     for k, N in enumerate(NUMS):
         exact = np.zeros((HEADS, KEYS))

@@ -1,4 +1,4 @@
-"""Verdicts: each claim is called false by a table in which it is false, and true by one in which it is true."""
+"""Verdicts: each claim is called false where the table makes it false, and true where it makes it true."""
 
 import math
 
@@ -27,11 +27,14 @@ def true_tables():
         "2c": [CRITICAL],
         "3": [SEPARABILITY, SEPARABILITY | dict(num_selected=20, recall=0.8)],
         "4": [
-            GRADIENT | dict(temperature=T, difference=0.1 / T, paper_bound=min(0.25 / T, 2**0.5), difference_largest=0.2 / T,
-                            spectral=0.3 / T, spectral_largest=0.2, proved_bound=0.7 / T, spectral_bound=0.7 / T)
+            GRADIENT
+            | dict(
+                temperature=T, paper_bound=min(0.25 / T, 2**0.5), proved_bound=0.7 / T, spectral_bound=0.7 / T
+            )
+            | dict(difference=0.1 / T, difference_largest=0.2 / T, spectral=0.3 / T, spectral_largest=0.2)
             for T in (0.01, 0.05, 1.0)
         ],
-    }  # fmt: skip
+    }
 
 
 def verdicts(tables):
