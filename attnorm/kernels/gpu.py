@@ -12,6 +12,7 @@ Letters: B batch, N query heads, K key heads, G query heads per key head, T quer
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ from attnorm.normalizers.rule import Normalizer
 from attnorm.tiling import round_up
 
 _LARGEST_HEAD_DIM = 256
+# Versions of CUDA from 12.8.0 to before 12.9.1, as JAX's own attention for Hopper knows.
+_MISCOMPILES = (12080, 12091)
 # Ahead of time there is a name instead of a card to ask; GH200 has one of these in it.
 _HOPPER = ("H100", "H200", "H800", "H20")
 # Of a tile, as in gpu_tile, which older JAX cannot import; and of what is copied at once.
@@ -52,20 +55,24 @@ def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
     if not _compat.HAS_MOSAIC_GPU:
         return f"it needs JAX 0.12 or newer, this is {jax.__version__}"
-    if not config.value.interpret and not _is_hopper(device := _device()):
-        return f"it needs an NVIDIA GPU of the Hopper generation, this is {device.device_kind}"
-    return None
+    return None if config.value.interpret else _unsuited(_device())
 
 
 def _device():
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
-def _is_hopper(device):
+def _unsuited(device):
     capability = getattr(device, "compute_capability", None)
+    is_hopper = capability == "9.0"
     if capability is None:
-        return any(name in device.device_kind for name in _HOPPER)
-    return capability == "9.0"
+        is_hopper = any(name in device.device_kind for name in _HOPPER)
+    if not is_hopper:
+        return f"it needs an NVIDIA GPU of the Hopper generation, this is {device.device_kind}"
+    version = re.search(r"cuda (\d+)", getattr(getattr(device, "client", None), "platform_version", ""))
+    if version and _MISCOMPILES[0] <= int(version[1]) < _MISCOMPILES[1]:
+        return f"CUDA {version[1]} compiles masks wrongly; it needs an older one, or 12.9.1"
+    return None
 
 
 def attend(

@@ -30,7 +30,7 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
         dq_out, *d_rule_out = outputs
         queries, d_outputs, arrived = scratch
         batch, head = jax.lax.axis_index("batch"), jax.lax.axis_index("head")
-        outer, group = jax.lax.axis_index("tile"), jax.lax.axis_index("group")
+        outer, group = tiling.nq - 1 - jax.lax.axis_index("tile"), jax.lax.axis_index("group")
         key_head = jax.lax.div(head, jnp.int32(static.G))
         i = outer * tiling.bq + group * tile.ROWS
         start, stop = schedule.span(inputs.tables, batch, outer)

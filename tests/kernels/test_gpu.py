@@ -21,7 +21,6 @@ from tests.kernels.features import FUSED
 
 INTERPRET = kernels.Config(interpret=True)
 INTERPRETED = pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the interpreter comes with JAX 0.12")
-HOPPER = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 OTHERS = {"NVIDIA A100": "8.0", "NVIDIA L4": "8.9", "Tesla T4": "7.5", "NVIDIA B200": "10.0"}
 
 
@@ -58,8 +57,12 @@ def test_what_it_lacks_is_refused_by_name():
 @INTERPRETED
 def test_the_card_decides(monkeypatch):
     assert "Hopper generation, this is cpu" in refusal(narrow())
-    monkeypatch.setattr(gpu, "_device", lambda: HOPPER)
+    card = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr(gpu, "_device", lambda: card)
     assert gpu.supports(narrow(), None, None) is None
+    for version, reason in (("12080", "CUDA 12080"), ("12091", "None"), ("13000", "None")):
+        card.client = SimpleNamespace(platform_version=f"PJRT C API\ncuda {version}")
+        assert str(gpu.supports(narrow(), None, None)).startswith(reason)
     for kind, capability in OTHERS.items():
         card = SimpleNamespace(device_kind=kind, compute_capability=capability)
         monkeypatch.setattr(gpu, "_device", lambda card=card: card)
@@ -179,3 +182,56 @@ def test_bias(monkeypatch):
         monkeypatch,
         bias=True,
     )
+
+
+def assert_like_reference(gradients, arrays):
+    """Two runs agree to the bit, and with the reference in float32 to some rounding errors of bfloat16."""
+    with kernels.config(INTERPRET):
+        program = gradients("pallas_gpu")
+        got, again = jax.device_get([program(*arrays), program(*arrays)])
+    expected = gradients("reference")(*(x.astype(jnp.float32) for x in arrays))
+    for a, b, c in zip(got, again, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.max(np.abs(a.astype(np.float32) - c)) <= 0.02 * np.max(np.abs(c)) > 0
+
+
+@INTERPRETED
+@pytest.mark.slow
+def test_gradients_under_vmap():
+    """Of a batch of batches, where one key serves all."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 1, 40, 2, 16), (1, 70, 1, 16), (2, 1, 70, 1, 16)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+    def gradients(implementation):
+        def loss(query, key, value):
+            out = attnorm.dot_product_attention(
+                query, key, value, is_causal=True, query_offset=30, implementation=implementation
+            )
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, 0)))
+
+    assert_like_reference(gradients, arrays)
+
+
+@INTERPRETED
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softplus", "softpick"])
+def test_rules_without_a_log_norm(name):
+    """And with functions that are translated."""
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in make_arrays(B=1, T=40, S=70, N=2, K=1)]
+
+    def gradients(implementation):
+        def attend(query, key, value):
+            return attnorm.dot_product_attention(
+                query, key, value, normalizer=name, is_causal=True, implementation=implementation
+            )
+
+        def both(*arrays):
+            out, pull = jax.vjp(attend, *arrays)
+            return out, *pull(out)
+
+        return jax.jit(both)
+
+    assert_like_reference(gradients, arrays)

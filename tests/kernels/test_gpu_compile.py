@@ -123,3 +123,16 @@ def test_bias_in_the_forward_kernel(target, monkeypatch, capfd):
     kernels = compile_kernels(call, arrays, rule, target, monkeypatch, capfd)
     ((name, (products, spilled)),) = kernels.items()
     assert name.startswith("attnorm_gpu_forward") and products > 0 and spilled == 0
+
+
+def test_inside_shard_map(target, monkeypatch, capfd):
+    """Queries are split over the mesh, keys and values are not, so that their gradients are summed."""
+    call, arrays, rule = make_call("causal: not", implementation="pallas_gpu")
+    specs = {name: PartitionSpec("d" if name == "query" else None) for name in arrays}
+    split = jax.shard_map(
+        lambda arrays: call(arrays, rule), mesh=target[0], in_specs=(specs,), out_specs=PartitionSpec("d")
+    )
+    kernels = compile_kernels(
+        with_gradients(lambda arrays, _: split(arrays)), arrays, rule, target, monkeypatch, capfd
+    )
+    assert len(kernels) == 3
