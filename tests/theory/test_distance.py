@@ -63,6 +63,7 @@ def measured(weights, x, num_selected):
         "paper": theory.paper_distance_bound(weights, x, selected),
         "expected": theory.proved_expected_distance_bounds(weights, x, num_selected),
         "ceiling": theory.proved_expected_distance_ceiling(weights, x, num_selected),
+        "limit": theory.proved_expected_distance_limit(weights, x, KEYS - num_selected),
     }
 
 
@@ -130,6 +131,9 @@ def test_expectation_over_all_sets_of_a_size(num_selected):
     assert (low <= expected * SLACK + scale).all()
     assert (expected <= high * SLACK + scale).all()
     assert (expected <= got["ceiling"] * SLACK + scale).all()
+    excluded = KEYS - num_selected
+    error = excluded * (excluded + 1) / KEYS * np.linalg.norm(weights[..., None] * x, axis=-1).sum(-1)
+    assert (np.abs(expected - got["limit"]) <= error * SLACK + scale).all()
     if num_selected == KEYS:
         assert not low.any() and not high.any() and not got["ceiling"].any()
     if num_selected == KEYS - 1:  # given the key outside, nothing is random
