@@ -36,7 +36,8 @@ _LARGEST_HEAD_DIM = 256
 _MISCOMPILES = (12080, 12091)
 # Ahead of time there is a name instead of a card to ask; GH200 has one of these in it.
 _HOPPER = ("H100", "H200", "H800", "H20")
-# Of a tile, as in gpu_tile, which older JAX cannot import; and of what is copied at once.
+# Rows of a tile are gpu_tile's, which older JAX cannot import. A row of shared memory has 128 bytes, and 8 are copied
+# at once.
 _ROWS, _COLUMNS = 64, 64
 _ROWS_COPIED = 8
 
@@ -138,7 +139,10 @@ class _Static:
 def _interpreter():
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.InterpretGPUParams() if config.value.interpret is True else config.value.interpret
+    chosen = config.value.interpret
+    return (
+        plgpu.InterpretGPUParams() if chosen and not isinstance(chosen, plgpu.InterpretGPUParams) else chosen
+    )
 
 
 def _forward_tiling(query, key, value):

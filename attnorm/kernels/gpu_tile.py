@@ -18,8 +18,6 @@ from attnorm.masks import visible_pairs
 
 # Rows of a tile that one warpgroup holds: the height of its matrix instruction.
 ROWS = 64
-# Head dims are padded to it: a row of shared memory has 128 bytes.
-COLUMNS = 64
 # Registers of the warpgroup that only moves memory.
 MEMORY_REGISTERS = 24
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -89,7 +87,9 @@ def product(a, b, shape):
 def add_product(static, total, a, b):
     """total + a @ b in float32, with a in registers."""
     if static.interpret:  # which multiplies from shared memory alone
-        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        total = total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # else it takes this read to race with the copy that comes next
+        return total
     return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(total))
 
 
@@ -132,7 +132,7 @@ def logits(static, inputs: Inputs, place: Place, is_full, s):
         s = s + _pairs(inputs.bias, place).astype(jnp.float32)
     capped = None
     if static.logits_soft_cap is not None:
-        capped = tanh(s / static.logits_soft_cap)
+        capped = tanh(s * (1 / static.logits_soft_cap))
         s = static.logits_soft_cap * capped
 
     def masked(s):
