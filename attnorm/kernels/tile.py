@@ -6,6 +6,7 @@ state of the queries lies along the lanes, and the products for dk and dv need n
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +73,11 @@ def rule_over(rule, shape):
 
 def rule_tiles(normalizer, backward: bool) -> int:
     """How many tiles of numbers the scalar functions of a rule hold at once."""
+    return _rule_tiles(jax.tree.structure(normalizer), backward)
+
+
+@functools.cache
+def _rule_tiles(structure, backward: bool) -> int:
     row, tile = (jax.ShapeDtypeStruct((rows, LANES), jnp.float32) for rows in (1, SUBLANES))
 
     def over_tile(tree):
@@ -84,7 +90,7 @@ def rule_tiles(normalizer, backward: bool) -> int:
         (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m), s, over_tile(rule))
         return f, pull((df, over_tile(d_stats)))
 
-    arguments = tile, row, jax.tree.map(lambda _: row, normalizer)
+    arguments = tile, row, jax.tree.unflatten(structure, [row] * structure.num_leaves)
     if not backward:
         return _most_alive(jax.make_jaxpr(terms)(*arguments).jaxpr, tile.shape)
     _, d_stats = jax.tree.map(lambda _: row, jax.eval_shape(terms, *arguments))
