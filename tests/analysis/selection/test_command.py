@@ -200,18 +200,18 @@ def test_models_of_another_kind_are_told_apart(measured, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_several_texts_lengths_and_normalizers(tmp_path):
     """Every normaliser is measured on every text; what is proved holds for each."""
-    arguments = ["--lengths", "32", "64", "--num-texts", "2", "--max-rows", "16"]
-    arguments += ["--normalizer", "softmax", "lp(p=3)", "linf", "sink(b=1)"]
+    arguments = ["--lengths", "12", "24", "--num-texts", "2"]
+    arguments += ["--normalizer", "lp(p=3)", "sink(b=1)"]
     assert run(tmp_path, *arguments) == 0
     with open(tmp_path / "summary.csv", newline="") as file:
         summary = list(csv.DictReader(file))
-    assert len({row["normalizer"] for row in summary}) == 4
+    assert len({row["normalizer"] for row in summary}) == 2
     judged = [
         row
         for row in summary
         if row["from"] == "ours" and ("as proved: d̃" in row["claim"] or "C_p" in row["claim"])
     ]
-    assert len(judged) == 4 * 3
+    assert len(judged) == 2 * 3
     for row in judged:
         unknown = "C_p" in row["claim"] and "sink" in row["normalizer"]
         assert row["verdict"] == ("not judged" if unknown else "holds"), row
@@ -228,9 +228,10 @@ from attnorm.analysis.selection.options import Options
 from tests.analysis.selection.heads import Given
 rng = np.random.default_rng(0)
 source = Given(rng.normal(size=(12, 1024, 1024)), rng.normal(size=(1024, 64)), is_causal=True)
-options = Options(lengths=(1024,), vectors="values", max_rows=64, num_selected=(1, 100), max_gradient_rows=1,
-temperatures=(1.0,)) study = measure.Study(source, source.example_tokens(1024, 1), {"l2":
-get_normalizer("l2")}, options) before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+options = Options(
+    lengths=(1024,), vectors="values", max_rows=64, num_selected=(1, 100), max_gradient_rows=1, temperatures=(1.0,)
+)
+study = measure.Study(source, source.example_tokens(1024, 1), {"l2": get_normalizer("l2")}, options)
 for measurement in (measure.distance_by_num_selected, measure.separability, measure.gradients, measure.heads):
     assert measurement(study)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
