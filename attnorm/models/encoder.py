@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from attnorm.models.fields import require_types
 from attnorm.models.gpt import AttentionFn
 from attnorm.models.stack import layer_of, make_stack, run_stack
 
@@ -16,6 +17,7 @@ class EncoderConfig:
     """An encoder.
 
     Raises:
+      TypeError: a field of another type, by name.
       ValueError: a size that is not positive, or features that num_heads does not divide.
     """
 
@@ -29,6 +31,7 @@ class EncoderConfig:
     num_token_types: int = 2
 
     def __post_init__(self):
+        require_types(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not value > 0:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from attnorm import output_norms
+from attnorm.models.fields import require_types
 from attnorm.models.positions import (
     ROPE_SCALINGS,
     rope_frequencies,
@@ -45,6 +46,7 @@ class GPTConfig:
     """A decoder. The defaults are GPT-2's; 0 stands for what the comment says.
 
     Raises:
+      TypeError: a field of another type, by name.
       ValueError: a field that is out of range or contradicts another, by name.
 
     >>> from attnorm.models.gpt import GPTConfig
@@ -90,6 +92,7 @@ class GPTConfig:
     remat: str = "none"
 
     def __post_init__(self):
+        require_types(self)
         for name in ("vocab_size", "max_length", "num_layers", "num_heads", "features"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "a whole number > 0")
         for name in (

@@ -125,7 +125,7 @@ def get_normalizer(name: str, **params) -> Normalizer:
     if not isinstance(name, str):
         raise TypeError(f"normalizer must be a name or a Normalizer, got {name!r}")
     if name not in _RULES:
-        close = difflib.get_close_matches(name, _RULES, n=1)
+        close = difflib.get_close_matches(name.lower(), _RULES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"normalizer must be one of {', '.join(_RULES)}, got {name!r}{hint}")
     accepted = inspect.signature(_RULES[name]).parameters

@@ -22,7 +22,7 @@ def parse_normalizer(spec: str) -> tuple[str, dict[str, float | str]]:
     >>> parse_normalizer("lp(p=1.5)")
     ('lp', {'p': 1.5})
     """
-    wanted = f'must be a name or a name with parameters, such as "l2" or "lp(p=1.5)", got {spec!r}'
+    wanted = f'normalizer must be a name or a name with parameters, such as "l2" or "lp(p=1.5)", got {spec!r}'
     try:
         call = ast.parse(spec if "(" in spec else f"{spec}()", mode="eval").body
     except SyntaxError:

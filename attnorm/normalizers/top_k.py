@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ class TopK(Normalizer):
     passes = 2
 
     def __post_init__(self):
-        if is_array(self.k) or not isinstance(self.k, numbers.Integral) or self.k < 1:
+        is_number = isinstance(self.k, numbers.Real) and not isinstance(self.k, bool)
+        if is_array(self.k) or not is_number or not 1 <= self.k < math.inf or self.k != int(self.k):
             raise ValueError(f"k must be a whole number, at least 1, got {self.k!r}")
         object.__setattr__(self, "k", int(self.k))
 

@@ -300,6 +300,22 @@ def test_config_that_cannot_be(field, value, message):
         GPTConfig(**SIZES | {"position": "rope"} | {field: value})
 
 
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("max_length", 16.5, "max_length must be a whole number, got 16.5"),
+        ("num_layers", True, "num_layers must be a whole number, got True"),
+        ("features", "24", "features must be a whole number, got '24'"),
+        ("norm_eps", None, "norm_eps must be a number, got None"),
+        ("qk_norm", 1, "qk_norm must be True or False, got 1"),
+        ("mlp", ["gelu"], "mlp must be a word"),
+    ],
+)
+def test_config_of_another_type(field, value, message):
+    with pytest.raises(TypeError, match=message):
+        GPTConfig(**SIZES | {field: value})
+
+
 def test_scaling_of_rotations_that_there_are_not():
     with pytest.raises(ValueError, match="rope_scaling must be none with position = alibi, got 'yarn'"):
         GPTConfig(**SIZES, position="alibi", rope_scaling="yarn")

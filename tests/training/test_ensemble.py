@@ -20,6 +20,7 @@ from attnorm.training.ensemble import make_groups, parse_normalizer
         ("softmax_plus_n(n=2)", ("softmax_plus_n", {"n": 2.0})),
         ("general(F=relu, p=2)", ("general", {"F": "relu", "p": 2.0})),
         ("polynomial(k=3)", ("polynomial", {"k": 3.0})),
+        ("top_k(k=3)", ("top_k", {"k": 3.0})),
     ],
 )
 def test_parse(spec, parsed):
@@ -32,6 +33,13 @@ def test_parse(spec, parsed):
 def test_parse_refuses(spec):
     with pytest.raises((TypeError, ValueError)):
         parse_normalizer(spec)
+
+
+def test_what_is_refused_is_named():
+    with pytest.raises(ValueError, match="normalizer must be a name or a name with parameters"):
+        parse_normalizer("lp(2)")
+    with pytest.raises(ValueError, match="did you mean 'l2'"):
+        parse_normalizer("L2")
 
 
 def test_groups_hold_every_pair_once_and_the_weights_of_each_member_are_its_own():

@@ -40,12 +40,16 @@ def trained_source(workdir: Path, member: str = "") -> ModelSource:
     """
     if not is_workdir(workdir):
         raise WorkdirError(f"{workdir} is no workdir of train.py: {_CONFIG} or {_CHECKPOINTS} is missing")
-    config = json.loads((workdir / _CONFIG).read_text(encoding="utf-8"))
-    if config["task"] not in _SOURCES:
-        raise WorkdirError(
-            f"{workdir} holds a run of the task {config['task']!r}; known are {', '.join(_SOURCES)}"
-        )
-    places = _places(config["ensemble"]["normalizers"], config["ensemble"]["seeds"])
+    try:
+        config = json.loads((workdir / _CONFIG).read_text(encoding="utf-8"))
+        task, ensemble = config["task"], config["ensemble"]
+        specs, seeds = ensemble["normalizers"], ensemble["seeds"]
+        is_known = task in _SOURCES
+    except (KeyError, TypeError, ValueError) as error:
+        raise WorkdirError(f"{workdir / _CONFIG} is not the config of a run: {error!r}") from error
+    if not is_known:
+        raise WorkdirError(f"{workdir} holds a run of the task {task!r}; known are {', '.join(_SOURCES)}")
+    places = _places(specs, seeds)
     if member not in places and (member or len(places) > 1):
         raise WorkdirError(
             f"{workdir} holds the models {', '.join(places)}; choose one as {workdir}@{next(iter(places))}, "
@@ -57,9 +61,9 @@ def trained_source(workdir: Path, member: str = "") -> ModelSource:
         jax.tree.map(lambda x: jnp.asarray(x[index]), tree[group]) for tree in _restored(workdir)
     )
     name, normalizer_params = parse_normalizer(member.rpartition("/seed")[0])
-    return _SOURCES[config["task"]](
+    return _SOURCES[task](
         f"{workdir.name}@{member}",
-        config[config["task"]],
+        config[task],
         get_normalizer(name, **normalizer_params),
         params,
         model_state,

@@ -89,5 +89,5 @@ def _config(checkpoint: Checkpoint) -> EncoderConfig:
         return EncoderConfig(
             **{field: sizes[key] for field, key in keys.items()}, norm_eps=config.get("layer_norm_eps", 1e-12)
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.name}: {error}") from error

@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        return self.config.get("model_type", "")
+        return str(self.config.get("model_type", ""))
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
@@ -173,8 +173,8 @@ def _read_weights(folder: Path) -> Mapping[str, np.ndarray]:
     files = [folder / _WEIGHTS]
     if index.is_file():
         by_name = _read_json(index).get("weight_map")
-        if not isinstance(by_name, Mapping):
-            raise CheckpointError(f"{index} has no weight_map")
+        if not isinstance(by_name, Mapping) or not all(isinstance(file, str) for file in by_name.values()):
+            raise CheckpointError(f"{index} has no weight_map from names to files")
         files = [folder / file for file in sorted(set(by_name.values()))]
     tensors = {}
     for file in files:
@@ -184,6 +184,8 @@ def _read_weights(folder: Path) -> Mapping[str, np.ndarray]:
             tensors |= read_tensors(file)
         except TensorFileError as error:
             raise CheckpointError(str(error)) from error
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     if index.is_file() and by_name.keys() - tensors.keys():
         missing = sorted(by_name.keys() - tensors.keys())
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}, which {_INDEX} lists")
@@ -208,6 +210,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} must hold a JSON object")
     return content

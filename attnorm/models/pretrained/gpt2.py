@@ -98,5 +98,5 @@ def _config(checkpoint: Checkpoint) -> GPTConfig:
             attention_scale=0.0 if config.get("scale_attn_weights", True) else 1.0,
             tie_embeddings=config.get("tie_word_embeddings", True),
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.name}: {error}") from error

@@ -53,7 +53,7 @@ def read_tensors(path: Path) -> Mapping[str, np.ndarray]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+        entries = {name: _entry(**entry) for name, entry in header.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TensorFileError(f"{path} is not a safetensors file: its header cannot be read") from error
     wanted = 8 + header_size + max((end for *_, end in entries.values()), default=0)
@@ -63,11 +63,19 @@ def read_tensors(path: Path) -> Mapping[str, np.ndarray]:
     return {name: _tensor(path, name, data, *entry) for name, entry in entries.items()}
 
 
+def _entry(dtype, shape, data_offsets):
+    start, end = data_offsets
+    for number in (*shape, start, end):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"not a size: {number!r}")
+    return str(dtype), tuple(shape), start, end
+
+
 def _tensor(path, name, data, dtype, shape, start, end):
     if dtype not in _DTYPES:
         raise TensorFileError(f"{path}: {name} has dtype {dtype}; known are {', '.join(_DTYPES)}")
     dtype = np.dtype(_DTYPES[dtype])
-    if not 0 <= start <= end or end - start != dtype.itemsize * math.prod(shape):
+    if end - start != dtype.itemsize * math.prod(shape):
         raise TensorFileError(f"{path}: {name} of shape {shape} cannot have the bytes {start} to {end}")
     return data[start:end].view(dtype).reshape(shape)
 

@@ -125,6 +125,9 @@ def test_unscaled_attention_and_other_sizes_are_read_from_the_config(gpt2, tmp_p
         ({"n_layer": 3}, "no weight 'transformer.h.2.attn.c_attn.weight'"),
         ({"n_layer": 1}, "weights that this architecture does not: transformer.h.1"),
         ({"n_embd": "24"}, "whole number n_embd, got '24'"),
+        ({"model_type": ["gpt2"]}, "model_type must be 'gpt2', got"),
+        ({"layer_norm_epsilon": "x"}, "norm_eps must be a number, got 'x'"),
+        ({"n_inner": 12.5}, "mlp_features must be a whole number, got 12.5"),
         ({"n_positions": 41}, r"position_embedding.embedding has shape \(40, 24\).*\(41, 24\)"),
     ],
 )
@@ -178,6 +181,18 @@ def test_files_of_other_kinds(gpt2, tmp_path):
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n")
     with pytest.raises(CheckpointError, match="Git LFS pointer"):
         open_checkpoint(tmp_path)
+    entry = b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    for old, new in (
+        (b"[1]", b"[-1]"),
+        (b"[1]", b'["a"]'),
+        (b"4]", b'"4"]'),
+        (b"4]", b"4, 5]"),
+        (b"[1]", b"1"),
+    ):
+        header = entry.replace(old, new)
+        file.write_bytes(len(header).to_bytes(8, "little") + header + b"0123")
+        with pytest.raises(CheckpointError, match="model.safetensors is not a safetensors file"):
+            open_checkpoint(tmp_path)
     for header in (b"[1]", b'{"x": 3}', b"{"):
         file.write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(CheckpointError, match="header cannot be read"):
@@ -190,8 +205,15 @@ def test_files_of_other_kinds(gpt2, tmp_path):
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
     with pytest.raises(CheckpointError, match="cannot have the bytes 0 to 1"):
         open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": 5}}')
+    with pytest.raises(CheckpointError, match="index.json has no weight_map from names to files"):
+        open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text('["gpt2"]')
     with pytest.raises(CheckpointError, match="must hold a JSON object"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="config.json cannot be read: Is a directory"):
         open_checkpoint(tmp_path)
 
 
