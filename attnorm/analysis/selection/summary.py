@@ -7,6 +7,8 @@ import numpy as np
 
 # Means over rows in float32, from inner products: no bound is called violated by less.
 _TOLERANCE = 2e-3
+# Of a mean over heads; one head, whose few heavy keys few selections hold, may be off by more.
+_SAMPLING_ERROR = 1e-2
 
 Table = Sequence[dict]
 _NO_BOUND = "nothing is proved for negative weights, or for the norm of the sum"
@@ -80,8 +82,8 @@ def _expectation_in_bounds(table):
         for key in ("expected_low", "expected_high")
     )
     low, high = min(low), max(high)
-    # Random selections are sampled: a hundredth is their noise.
-    return f"E d̃ over its bounds: at least {low:.3f}, at most {high:.3f}", low >= 0.99 and high <= 1.01
+    shown = f"E d̃ over its bounds: at least {low:.3f}, at most {high:.3f}"
+    return shown, low >= 1 - _SAMPLING_ERROR and high <= 1 + _SAMPLING_ERROR
 
 
 def _expectation_growth(table):
@@ -92,9 +94,11 @@ def _expectation_growth(table):
         _slope(lengths, [_mean(table, key, length=L) for L in lengths]) if len(lengths) > 1 else math.nan
         for key in ("expected", "distance")
     )
-    ratio = max(row["expected"] / row["expected_ceiling"] if row["expected_ceiling"] else 0 for row in table)
+    ratio = max(
+        _mean(table, "expected", length=L) / _mean(table, "expected_ceiling", length=L) for L in lengths
+    )
     shown = f"E d̃ ~ L^{growth:.2f}, d̃ of the largest weights ~ L^{true:.2f}"
-    return f"{shown}; largest E d̃ over its ceiling: {ratio:.3f}", ratio <= 1 + _TOLERANCE
+    return f"{shown}; largest E d̃ over its ceiling: {ratio:.3f}", ratio <= 1 + _SAMPLING_ERROR
 
 
 def _distance_falls(table):
