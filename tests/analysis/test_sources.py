@@ -165,7 +165,13 @@ def test_runs_that_cannot_be_read(workdir, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"task": "sorting"}))
     with pytest.raises(WorkdirError, match="task 'sorting'"):
         sources.load(f"{tmp_path}@softmax/seed4")
-    for damaged in ("{", "[]", "{}", json.dumps(config | {"task": []}), json.dumps(config | {"ensemble": {}})):
+    for damaged in (
+        "{",
+        "[]",
+        "{}",
+        json.dumps(config | {"task": []}),
+        json.dumps(config | {"ensemble": {}}),
+    ):
         (tmp_path / "config.json").write_text(damaged)
         with pytest.raises(WorkdirError, match="config.json is not the config of a run"):
             sources.load(f"{tmp_path}@softmax/seed4")

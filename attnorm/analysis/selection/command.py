@@ -1,11 +1,12 @@
 """The command: measures, draws and judges, a figure at a time, and goes on where it was interrupted."""
 
+import collections
 import csv
 import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ FIGURES = ("2a", "2b", "2c", "3", "4")
 
 
 class SettingsError(Exception):
-    """The folder holds results of other settings."""
+    """The folder holds results of other settings, or what is no result."""
 
 
 def run(
@@ -64,7 +65,8 @@ def run(
       All the files' paths.
 
     Raises:
-      SettingsError: the folder holds results of other settings, or files of these names with no settings.
+      SettingsError: the folder holds results of other settings, files of these names with no settings, or a table
+        that was damaged since it was written.
       ValueError: texts or lengths that do not fit; see Study. Nothing is written then.
       FloatingPointError: logits that are not finite.
     """
@@ -96,15 +98,20 @@ def run(
             png = _csv_path(out, name).with_suffix(".png")
             if name in FIGURES and not png.exists():
                 title = f"{_describe(source)}, {text_name}: {_TITLES[name]}"
-                write_atomically(png, png_bytes(draw(name, _read(out, name), title)))
-    summary = summarize({name: _read(out, name) for name in FIGURES}, list(labels.values()))
+                write_atomically(png, png_bytes(draw(name, _table(out, name, labels.values()), title)))
+    summary = summarize({name: _table(out, name, labels.values()) for name in FIGURES}, list(labels.values()))
     write_atomically(out / "summary.csv", csv_bytes(summary))
     text = as_text(summary, f"{_describe(source)}, {text_name}, L = {options.lengths[-1]}")
     write_atomically(out / "summary.md", text.encode())
-    names = [f"figure_{name}{suffix}" for name in FIGURES for suffix in (".csv", ".png")]
-    return [out / name for name in (*names, "heads.csv", "summary.csv", "summary.md")]
+    return [out / name for name in _FILES]
 
 
+_FILES = (
+    *(f"figure_{name}{suffix}" for name in FIGURES for suffix in (".csv", ".png")),
+    "heads.csv",
+    "summary.csv",
+    "summary.md",
+)
 _TITLES = {
     "2a": "distance against the length",
     "2b": "distance against the number of selected keys",
@@ -163,19 +170,34 @@ def _claim(out: Path, settings: dict) -> None:
     path = out / SETTINGS
     if path.exists():
         try:
-            found = json.loads(path.read_text())
-        except ValueError:
+            found = dict(json.loads(path.read_text()))
+        except (TypeError, ValueError):
             raise SettingsError(f"{path} is damaged; choose another folder") from None
         other = [key for key in settings | found if settings.get(key) != found.get(key)]
         if other:
             shown = ", ".join(f"{key} {found.get(key)!r}, not {settings.get(key)!r}" for key in other)
             raise SettingsError(f"{out} holds results of other settings: {shown}. Choose another folder")
         return
-    strays = [path.name for path in (_csv_path(out, name) for name in _MEASUREMENTS) if path.exists()]
+    strays = [name for name in _FILES if (out / name).exists()]
     if strays:
         raise SettingsError(f"{out} holds {', '.join(strays)} but no {SETTINGS}; choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
+
+
+def _table(out: Path, name: str, labels: Iterable[str]) -> list[dict]:
+    """A table that was written whole, and may have been touched since."""
+    try:
+        table = _read(out, name)
+    except (csv.Error, TypeError, UnicodeDecodeError):
+        table = []
+    counts = collections.Counter(row.get("normalizer") for row in table)
+    words = {key for row in table for key, value in row.items() if isinstance(value, str)}
+    if set(counts) != set(labels) or len(set(counts.values())) != 1 or words != {"normalizer"}:
+        raise SettingsError(
+            f"{_csv_path(out, name)} is damaged: delete it, and the same command measures it again"
+        )
+    return table
 
 
 def _read(out: Path, name: str) -> list[dict]:

@@ -76,6 +76,7 @@ class Options:
         for name, lowest in (("max_rows", 0), ("num_texts", 1), ("num_draws", 1), ("seed", 0)):
             self._whole(name, getattr(self, name), lowest)
         self._whole("max_gradient_rows", self.max_gradient_rows, 0)
+        _require(self.seed < 2**32, "seed", self.seed, "below 2^32")
         for field in dataclasses.fields(self):
             choices, value = field.metadata["choices"], getattr(self, field.name)
             _require(not choices or value in choices, field.name, value, f"one of {choices}")
@@ -92,6 +93,7 @@ class Options:
             _require(bool(values), name, values, "at least one number")
             for value in values:
                 _require(0 < value < math.inf, name, value, "positive and finite")
+                _require(1e-30 <= value <= 1e30, name, value, "from 1e-30 to 1e30")
         _require(
             self.lengths[0] >= 2 and self.lengths[0] > self.num_selected_by_length,
             "lengths",

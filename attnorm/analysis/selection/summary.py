@@ -105,7 +105,7 @@ def _distance_falls(table):
     nums = _values(table, "num_selected")
     means = [_mean(table, "distance", num_selected=N) for N in nums]
     shown = ", ".join(f"{mean:.3g} (N = {N})" for N, mean in zip(nums, means, strict=True))
-    return f"d̃: {shown}", means[-1] < means[0]
+    return f"d̃: {shown}", means[-1] < means[0] if len(nums) > 1 else None
 
 
 def _critical(table):
@@ -128,7 +128,9 @@ def _recall_falls_then_stays(table):
     recalls = _recalls(table)
     shown = ", ".join(f"{recall:.3f} (N = {N})" for N, recall in recalls.items())
     late = [recall for N, recall in recalls.items() if N >= 16]
-    return shown, bool(late) and all(0.7 <= x <= 0.85 for x in late) and late[0] < list(recalls.values())[0]
+    if not late or len(recalls) < 2:
+        return f"{shown}; no N before or from 16", None
+    return shown, all(0.7 <= x <= 0.85 for x in late) and late[0] < list(recalls.values())[0]
 
 
 def _lower_side(table):
@@ -189,7 +191,10 @@ def _proved_gradient_bound(table):
 
 
 def _random_directions(table):
-    ratio = min(row["mean_response"] / row["spectral"] for row in table if row["spectral"] > 0)
+    ratios = [row["mean_response"] / row["spectral"] for row in table if row["spectral"] > 0]
+    if not ratios:
+        return "‖J‖₂ is 0 throughout", None
+    ratio = min(ratios)
     return f"root mean square of ‖Jv‖ over ‖J‖₂: down to {ratio:.3f}", ratio < 0.5
 
 

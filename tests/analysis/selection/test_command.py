@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 
@@ -150,6 +151,40 @@ def test_results_without_settings_are_left_alone(measured, tmp_path, capsys):
     assert run(tmp_path) == 1
     assert "settings.json is damaged" in capsys.readouterr().err
     assert names(tmp_path) == ["settings.json"]
+    (tmp_path / "settings.json").write_text("[1]")
+    assert run(tmp_path) == 1
+    assert "settings.json is damaged" in capsys.readouterr().err
+    (tmp_path / "settings.json").unlink()
+    for name in ("summary.md", "figure_4.png"):
+        (tmp_path / name).write_text("mine")
+        assert run(tmp_path) == 1
+        assert f"holds {name} but no settings.json" in capsys.readouterr().err
+        assert names(tmp_path) == [name] and (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: text.index("\n") + 1],
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace(",", ";"),
+        lambda text: text.replace("1.", "1,"),
+        lambda text: text.replace("1.", "x."),
+        lambda text: text + text.splitlines()[-1].replace("l2 (re-normalised)", "l3") + "\n",
+        lambda text: "\xff",
+    ],
+)
+def test_tables_that_were_damaged_are_named(finished, tmp_path, capsys, damage):
+    folder = shutil.copytree(finished, tmp_path / "out")
+    table = folder / "figure_2b.csv"
+    table.write_text(damage(table.read_text()), encoding="latin-1")
+    before = contents(folder)
+    assert run(folder) == 1
+    error = capsys.readouterr().err
+    assert f"{table} is damaged: delete it, and the same command measures it again" in error
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def test_texts_and_lengths_that_do_not_fit_are_refused():
         (dict(temperatures=(0.1, 0.0)), "temperatures must be positive and finite, got 0.0"),
         (dict(temperatures=(math.inf,)), "temperatures must be positive and finite, got inf"),
         (dict(steps=(-1.0,)), "steps must be positive and finite, got -1.0"),
+        (dict(temperatures=(1e-300,)), "temperatures must be from 1e-30 to 1e30, got 1e-300"),
+        (dict(seed=2**32), r"seed must be below 2\^32, got 4294967296"),
         (dict(level=1.0), "level must be between 0 and 1, got 1.0"),
         (dict(max_critical_fraction=0), "max_critical_fraction must be above 0 and at most 1, got 0"),
         (dict(vectors="keys"), "vectors must be one of"),

@@ -107,6 +107,15 @@ def test_what_cannot_be_judged_is_not():
     ]
     assert found["4", "‖J‖₂ <= C_p/T and g <= min(C_p/T, D_p/ε)"] == "not judged"
     assert found["4", "g grows like 1/T below T = 0.1"] == "not judged"
+    tables = true_tables()
+    tables["2b"], tables["3"] = tables["2b"][:1], tables["3"][:1]
+    tables["4"] = [row | dict(spectral=0.0) for row in tables["4"]]
+    found = verdicts(tables)
+    assert found["2b", "d̃ collapses as N grows at fixed L"] == "not judged"
+    assert found["3", "N_s/N falls until N ≈ 16 and then stays in 0.70-0.85"] == "not judged"
+    assert found["4", "a random direction does not measure ‖J‖₂ (here: half of it or less)"] == "not judged"
+    tables["3"] = true_tables()["3"][1:]
+    assert verdicts(tables)["3", "N_s/N falls until N ≈ 16 and then stays in 0.70-0.85"] == "not judged"
 
 
 def test_text_is_a_table_with_every_claim():
