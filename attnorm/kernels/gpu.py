@@ -4,7 +4,11 @@ The kernels are written for Pallas' Mosaic GPU backend and the warpgroup matrix 
 (H100, H200, GH200). They take bfloat16 and float16: that instruction would round float32 to 11 bits. Other cards
 (T4, L4, A100, Blackwell), float32, head dims above 256 and dropout are not served; the automatic choice then takes
 ``chunked``, as it does for normalisers that need more than their three functions. Where there is a bias, the output
-comes from the kernel and the gradients from ``chunked``.
+comes from the kernel and the gradients from ``chunked``, by its own forward pass.
+
+Registers and shared memory fix the block sizes; of :class:`attnorm.kernels.Config`, ``interpret`` is heeded. The
+interpreter runs a thread per warpgroup, which wait for each other: XLA needs more threads than a small machine has
+cores (in the environment, before JAX starts, ``NPROC=8``).
 
 Letters: B batch, N query heads, K key heads, G query heads per key head, T queries, S keys, H and Hv head dims.
 """

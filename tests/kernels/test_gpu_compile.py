@@ -1,8 +1,7 @@
 """Features of the GPU kernels compile, forward and backward, to machine code for Hopper; no GPU is needed.
 
-Needs JAX 0.12, its CUDA plugin and NVIDIA's assembler, which may be that of a CUDA 13 toolkit; without one,
-``pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm``. JAX_PLATFORMS=cpu keeps JAX from
-looking for a GPU.
+Needs JAX 0.12, its CUDA plugin (``pip install "jax[cuda13-local]"``) and NVIDIA's assembler: that of a CUDA 13 toolkit
+or, without one, ``pip install nvidia-cuda-nvcc nvidia-nvvm``. JAX_PLATFORMS=cpu keeps JAX from looking for a GPU.
 """
 
 import re
@@ -17,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from attnorm import _compat
 from tests.kernels.features import make_call
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the package jax-cuda13-plugin")
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax[cuda13-local]")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the kernels need JAX 0.12"),
