@@ -92,6 +92,17 @@ def is_partitioned_automatically(query: jax.Array) -> bool:
     )
 
 
+def is_replicated_over_explicit_axes(query: jax.Array) -> bool:
+    """Whether a query that no Explicit axis splits stands on several devices of a mesh with such axes."""
+    mesh = jax.typeof(query).sharding.mesh
+    if mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
+    return any(
+        kind == AxisType.Explicit and mesh.shape[axis] > 1
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+
+
 def over_explicit_axes(
     attention: Callable, named: dict[str, Any], mesh, batch_axes, head_axes, returns_weights: bool = False
 ):

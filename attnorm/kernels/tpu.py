@@ -56,6 +56,10 @@ def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
         return f"precision {precision!r} is not supported"
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
+    if sharding.is_replicated_over_explicit_axes(query):
+        return (
+            "the query is replicated over Explicit axes; shard it along batch or heads, or use jax.shard_map"
+        )
     return None
 
 

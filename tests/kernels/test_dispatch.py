@@ -51,6 +51,15 @@ def test_a_mesh_with_auto_axes_is_refused_by_name():
         )
 
 
+def test_a_query_replicated_over_explicit_axes_is_refused():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(NotImplementedError, match="replicated"):
+        jax.eval_shape(
+            lambda *arrays: attnorm.dot_product_attention(*arrays, implementation="pallas_tpu"),
+            *make_arrays(),
+        )
+
+
 def test_a_sequence_of_names_falls_through_and_logs_once(caplog):
     attention._log_once.cache_clear()
     arrays = make_arrays()

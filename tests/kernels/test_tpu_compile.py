@@ -3,6 +3,7 @@
 Needs libtpu, which comes with the extra ``tpu``.
 """
 
+import functools
 import os
 
 # Before libtpu is loaded: there is no machine to ask, and several processes may load it.
@@ -30,6 +31,7 @@ SMALL = kernels.Config(forward=BLOCKS, backward=BLOCKS)
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
 
+@functools.cache
 def make_mesh(topology, devices=1, kind=AxisType.Auto):
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     return Mesh(np.array(description.devices[:devices]), ("data",), axis_types=(kind,))
@@ -46,9 +48,9 @@ def with_gradients(attend):
     return function
 
 
-def compile_for(topology, function, *arguments, config=SMALL, devices=1, kind=AxisType.Auto, specs=None):
+def compile_for(topology, function, *arguments, config=SMALL, devices=1, specs=None):
     """The program's text, compiled for these chips."""
-    mesh = make_mesh(topology, devices, kind)
+    mesh = make_mesh(topology, devices)
     with kernels.config(config), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         sharding = NamedSharding(mesh, specs or PartitionSpec())
         return jax.jit(function, in_shardings=sharding).lower(*arguments).compile().as_text()
@@ -119,25 +121,25 @@ def test_shard_map_over_the_batch(check_vma):
 
 
 def test_explicit_axes_over_the_batch():
+    mesh = make_mesh("v5e:2x2", 2, AxisType.Explicit)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for name, x in inputs(T, S, 64).items()
+    }
     function = with_gradients(attend(is_causal=True))
-    arrays = inputs(T, S, 64)
-    sizes = dict(devices=2, kind=AxisType.Explicit)
-    program = compile_for(
-        "v5e:2x2", lambda x: function(x, None), arrays, specs=PartitionSpec("data"), **sizes
-    )
+    with kernels.config(SMALL), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(lambda arrays: function(arrays, None)).lower(arrays).compile().as_text()
     assert program.count(KERNEL) == 2 and "all-gather" not in program and "all-to-all" not in program
 
 
 def test_partial_results():
     def states(arrays):
-        query, key, value = arrays.values()
         return tpu.partial_attend(
-            query,
-            key,
-            value,
-            None,
-            Visibility(num_queries=T, num_keys=S, right=0, offset=jnp.int32(7)),
-            attnorm.get_normalizer("l2"),
+            **arrays,
+            bias=None,
+            visibility=Visibility(num_queries=T, num_keys=S, right=0, offset=jnp.int32(7)),
+            normalizer=attnorm.get_normalizer("l2"),
             scale=0.125,
             logits_soft_cap=None,
             precision=None,
