@@ -42,9 +42,10 @@ class NormalizedAttention(nnx.Module):
       rngs: with a "params" stream.
 
     Raises:
-      ValueError: an unknown normaliser, a parameter out of range or that cannot be learned, in_features that
+      ValueError: an unknown normaliser, a parameter out of range or that cannot be learned, a size below 1, in_features that
         num_heads does not divide, or heads that num_key_value_heads does not.
-      TypeError: a parameter that the normaliser does not have.
+      TypeError: a parameter that the normaliser does not have, a size that is no whole number, or names in another
+        form.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
@@ -78,7 +79,9 @@ class NormalizedAttention(nnx.Module):
         self.family = _Family.of(normalizer, parameters, learned)
         self.dropout_rate = dropout_rate
         self.implementation = implementation
-        heads, head_dim = _heads(num_heads, num_key_value_heads, in_features, head_dim)
+        heads, head_dim = _heads(
+            num_heads, num_key_value_heads, in_features, head_dim, out_features, dropout_rate
+        )
 
         def project(heads):
             return nnx.LinearGeneral(
@@ -113,12 +116,12 @@ class NormalizedAttention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "*B T D"],
-        x_kv: Float[Array, "*B S D"] | None = None,
+        x: Float[Array, "B T D"] | Float[Array, "T D"],
+        x_kv: Float[Array, "B S D"] | Float[Array, "S D"] | None = None,
         *,
         dropout_rng: Array | None = None,
         **options: Any,
-    ) -> Float[Array, "*B T D"]:
+    ) -> Float[Array, "B T D"] | Float[Array, "T D"]:
         """The attention of x to ``x_kv``, by default to itself; options of :func:`attnorm.dot_product_attention`."""
         x_kv = x if x_kv is None else x_kv
         attended = dot_product_attention(
@@ -164,15 +167,22 @@ class LinenNormalizedAttention(linen.Module):
     @linen.compact
     def __call__(
         self,
-        x: Float[Array, "*B T D"],
-        x_kv: Float[Array, "*B S D"] | None = None,
+        x: Float[Array, "B T D"] | Float[Array, "T D"],
+        x_kv: Float[Array, "B S D"] | Float[Array, "S D"] | None = None,
         *,
         dropout_rng: Array | None = None,
         **options: Any,
-    ) -> Float[Array, "*B T D"]:
+    ) -> Float[Array, "B T D"] | Float[Array, "T D"]:
         """As of :class:`NormalizedAttention`."""
         family = _Family.of(self.normalizer, self.parameters, self.learned)
-        heads, head_dim = _heads(self.num_heads, self.num_key_value_heads, x.shape[-1], self.head_dim)
+        heads, head_dim = _heads(
+            self.num_heads,
+            self.num_key_value_heads,
+            x.shape[-1],
+            self.head_dim,
+            self.out_features,
+            self.dropout_rate,
+        )
         x_kv = x if x_kv is None else x_kv
 
         def project(name, features, axis=-1):
@@ -217,20 +227,29 @@ class _Family:
 
     @staticmethod
     def of(name, parameters, learned):
+        if not isinstance(parameters or {}, Mapping):
+            raise TypeError(f"parameters must be a mapping from names to values, got {parameters!r}")
+        if isinstance(learned, str):
+            raise TypeError(f"learned must be a sequence of names, got {learned!r}")
         parameters = dict(parameters or {})
         for parameter, value in parameters.items():
             if not isinstance(value, numbers.Real | str):
                 raise TypeError(f"parameters must be numbers or words, got {parameter} = {value!r}")
         can_learn = learned_parameters(name, **parameters)
-        chosen = list(can_learn) if learned is None else list(learned)
+        chosen = list(can_learn) if learned is None else list(dict.fromkeys(learned))
         for parameter in chosen:
             if parameter not in can_learn:
                 raise ValueError(
                     f"learned must be parameters that {name!r} can learn, {sorted(can_learn)}, got {parameter!r}"
                 )
             if parameter in parameters:
-                start = dataclasses.replace(can_learn[parameter], init=parameters.pop(parameter))
-                can_learn[parameter] = start
+                init = parameters.pop(parameter)
+                try:
+                    can_learn[parameter] = dataclasses.replace(can_learn[parameter], init=init)
+                except ValueError as error:
+                    raise ValueError(
+                        f"parameters: {parameter}: {error}; without {parameter!r} in learned it stays there"
+                    ) from error
         return _Family(
             name, tuple(parameters.items()), tuple((parameter, can_learn[parameter]) for parameter in chosen)
         )
@@ -240,10 +259,26 @@ class _Family:
         return get_normalizer(self.name, **dict(self.fixed), **values)
 
 
-def _heads(num_heads, num_key_value_heads, in_features, head_dim):
-    """K and H."""
+def _heads(num_heads, num_key_value_heads, in_features, head_dim, out_features, dropout_rate):
+    """K and H, of checked numbers."""
+    sizes = {
+        "num_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "in_features": in_features,
+        "head_dim": head_dim,
+        "out_features": out_features,
+    }
+    for name, size in sizes.items():
+        if size is None and name not in ("num_heads", "in_features"):
+            continue
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise TypeError(f"{name} must be a whole number, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size!r}")
+    if not isinstance(dropout_rate, numbers.Real) or not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate!r}")
     heads = num_heads if num_key_value_heads is None else num_key_value_heads
-    if heads < 1 or num_heads % heads:
+    if num_heads % heads:
         raise ValueError(f"num_heads must be a multiple of num_key_value_heads, got {num_heads} and {heads}")
     if head_dim is None and in_features % num_heads:
         raise ValueError(f"in_features must be a multiple of num_heads, got {in_features} and {num_heads}")

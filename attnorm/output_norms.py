@@ -7,6 +7,8 @@ head, so :func:`head_rms` of the output is the same for every p, and :func:`resc
 
 from __future__ import annotations
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -27,7 +29,7 @@ def head_rms(
 
     Raises:
       TypeError: an output that is not floating point.
-      ValueError: eps that is not positive, or an output without a head axis.
+      ValueError: eps that is not positive, an output without a head axis, or a gain that does not broadcast to it.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.output_norms import head_rms
@@ -168,7 +170,7 @@ def polar(
     [0.6, -0.6]
     """
     x = _wide(output, eps)
-    length = jnp.tanh(beta * jnp.log1p(effective_count.astype(x.dtype)))
+    length = jnp.tanh(beta * jnp.log1p(jnp.asarray(effective_count).astype(x.dtype)))
     _check_broadcast("effective_count", length[..., None], output)
     return (x * jax.lax.rsqrt(_mean(x * x, -1) + eps) * length[..., None]).astype(output.dtype)
 
@@ -177,7 +179,7 @@ def _wide(output, eps=1.0):
     output = checked_floating("output", output)
     if output.ndim < 2:
         raise ValueError(f"output must have shape (..., N, Hv), got {output.shape}")
-    if not eps > 0:
+    if not isinstance(eps, numbers.Real) or not eps > 0:
         raise ValueError(f"eps must be positive, got {eps!r}")
     return output.astype(jnp.promote_types(output.dtype, jnp.float32))
 
@@ -204,6 +206,9 @@ def _standardized(x, axis, eps):
 
 
 def _gained(x, gain, bias=None):
+    for name, factor in (("gain", gain), ("bias", bias)):
+        if factor is not None:
+            _check_broadcast(name, jnp.asarray(factor), x)
     if gain is not None:
-        x = x * gain
-    return x if bias is None else x + bias
+        x = x * jnp.asarray(gain)
+    return x if bias is None else x + jnp.asarray(bias)

@@ -13,6 +13,8 @@ from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.lp import LOWEST_DIFFERENCE, Lp
 from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array, of_weighted, static_field
 
+# Of float32 logits, products with 1/T neither overflow nor lose what is hidden.
+_T_RANGE = (1e-20, 1e20)
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
 FUNCTIONS = {
     "softplus": jax.nn.softplus,
@@ -35,7 +37,11 @@ class _OfTemperature(Lp):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "T", checked_parameter("T", self.T, "positive", lambda T: T > 0))
+        low, high = _T_RANGE
+        wanted = f"positive, from {low:g} to {high:g}"
+        object.__setattr__(
+            self, "T", checked_parameter("T", self.T, wanted, lambda T: (T >= low) & (T <= high))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +84,7 @@ def make_general(F: str = "softplus", p: float | Array = 1.0, T: float | Array =
     """The rule of :func:`general`."""
     if F == "exp":
         return GeneralExp(p, T)
-    if F not in FUNCTIONS:
+    if F not in list(FUNCTIONS):
         raise ValueError(f"F must be one of {['exp', *FUNCTIONS]}, got {F!r}")
     return General(p, T, F)
 
@@ -131,7 +137,7 @@ def general(
       F: ``"exp"``, ``"softplus"``, ``"sigmoid"``, ``"one_plus_square"`` (1 + s²), ``"relu"``, ``"squared_relu"``
         or ``"gelu"`` (exact, signed).
       p: the norm that is 1, as in :func:`attnorm.lp`, below infinity.
-      T: the temperature, positive; like p a number, or an array that receives its exact gradient.
+      T: the temperature, from 1e-20 to 1e20; like p a number, or an array that receives its exact gradient.
       axis: the axis of the keys.
       where: boolean, broadcasts to the logits; keys where it is False are as if removed.
 
@@ -142,7 +148,7 @@ def general(
 
     Raises:
       TypeError: a dtype that is not accepted.
-      ValueError: an unknown F, p or T <= 0 or NaN, a shape that does not broadcast.
+      ValueError: an unknown F, p or T out of range, a shape that does not broadcast.
 
     Source: arXiv 2508.17821 for p = 1; "Attention Normalizes the Wrong Norm", convergentthinking.sh, for the norm.
 

@@ -20,7 +20,7 @@ class Polynomial(Pointwise):
     k: int = static_field(3)
 
     def __post_init__(self):
-        if is_array(self.k) or self.k not in range(1, _LARGEST_POWER + 1):
+        if is_array(self.k) or isinstance(self.k, bool) or self.k not in range(1, _LARGEST_POWER + 1):
             raise ValueError(f"k must be a whole number from 1 to {_LARGEST_POWER}, got {self.k!r}")
         object.__setattr__(self, "k", int(self.k))
 

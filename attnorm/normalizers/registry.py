@@ -123,10 +123,13 @@ def get_normalizer(name: str, **params) -> Normalizer:
     Lp(p=3.0)
     """
     if not isinstance(name, str):
-        raise TypeError(f"normalizer must be a name or a Normalizer, got {name!r}")
+        raise TypeError(f"normalizer must be a name, got {name!r}")
     if name not in _RULES:
         close = difflib.get_close_matches(name.lower(), _RULES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
+        base = name.partition("(")[0]
+        if base != name and base in _RULES:
+            hint = f"; parameters are given by keyword: get_normalizer({base!r}, ...)"
         raise ValueError(f"normalizer must be one of {', '.join(_RULES)}, got {name!r}{hint}")
     accepted = inspect.signature(_RULES[name]).parameters
     for param in params:

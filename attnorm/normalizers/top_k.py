@@ -34,7 +34,8 @@ class TopK(Normalizer):
             return s
         ranked = jnp.sort(jnp.where(visible, s, -jnp.inf), axis=axis, descending=True)
         least = jnp.take(ranked, jnp.array([min(self.k, size) - 1]), axis=axis)
-        return evaluate(Lp(1.0), s, visible & (s >= least), Place(), axis)[0]
+        # Not s >= least, so that NaN shows in the weights.
+        return evaluate(Lp(1.0), s, visible & ~(s < least), Place(), axis)[0]
 
 
 def top_k(

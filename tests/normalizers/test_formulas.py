@@ -156,7 +156,9 @@ def test_published_limits():
     "name, params, fragments",
     [
         ("general", {"F": "tanh"}, ["F ", "softplus", "'tanh'"]),
+        ("general", {"F": ["relu"]}, ["F ", "softplus", "['relu']"]),
         ("general", {"T": 0.0}, ["T ", "positive", "0.0"]),
+        ("general", {"F": "exp", "T": math.inf}, ["T ", "to 1e+20", "inf"]),
         ("general", {"F": "exp", "p": -1.0}, ["p ", "positive", "-1"]),
         ("ssmax", {"h": math.inf}, ["h ", "finite", "inf"]),
         ("log_n", {"n_train": 1.5}, ["n_train ", "at least 2", "1.5"]),
@@ -175,6 +177,7 @@ def test_published_limits():
         ("affine", {"alpha": math.nan}, ["alpha ", "finite"]),
         ("threshold_rectified", {"d": 0.0}, ["d ", "positive"]),
         ("polynomial", {"k": 2.5}, ["k ", "whole number", "2.5"]),
+        ("polynomial", {"k": True}, ["k ", "whole number", "True"]),
         ("polynomial", {"k": 9}, ["k ", "from 1 to 8", "9"]),
         ("polynomial", {"k": np.array(2.0)}, ["k ", "whole number"]),
         ("alibi", {"position": np.zeros(5)}, ["position ", "(5,)", "size 1"]),

@@ -114,6 +114,8 @@ def test_top_k_keeps_ties_and_passes_no_gradient_to_the_rest():
     weights, slopes = jax.jit(lambda s: (attnorm.top_k(s, k=1), jax.jacrev(attnorm.top_k)(s, k=1)))(logits)
     np.testing.assert_allclose(weights, [0, 0.5, 0.5, 0])
     np.testing.assert_allclose(slopes[1], [0, 0.25, -0.25, 0])
+    for place in range(4):
+        assert np.isnan(attnorm.top_k(logits.at[place].set(jnp.nan), k=2)).any()
 
 
 def test_a_traced_alpha_out_of_range_is_not_hidden():
@@ -161,6 +163,7 @@ WEIGHTS = {alpha: jax.jit(Tsallis(alpha).weights) for alpha in (0.5, 1.5, 2.0)}
         ("elastic", {"tau": 0.1}, ["tau ", "zero or negative", "0.1"]),
         ("top_k", {"k": 0}, ["k ", "at least 1", "0"]),
         ("top_k", {"k": 2.5}, ["k ", "whole number", "2.5"]),
+        ("top_k", {"k": True}, ["k ", "whole number", "True"]),
         ("top_k", {"k": np.array(2)}, ["k ", "whole number"]),
     ],
 )
