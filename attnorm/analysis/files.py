@@ -32,6 +32,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.close()
             temporary.chmod(0o644)
             temporary.replace(path)
-        except BaseException:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                error.filename = str(path)  # a full disk does not say which file it had no room for
             raise

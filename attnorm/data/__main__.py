@@ -71,7 +71,7 @@ def _tokenizer(name: str, texts: Callable[[], Iterable[str]], out: Path) -> Toke
         return ByteTokenizer()
     if name.startswith(_BPE):
         size = name.removeprefix(_BPE)
-        if not size.isdigit():
+        if not (size.isascii() and size.isdecimal()):
             raise TokenizerError(f"tokenizer must be {_BPE} and a whole number, got {name}")
         return train_bpe(texts(), int(size), out)
     return PretrainedTokenizer(Path(name))

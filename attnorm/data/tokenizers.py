@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
+_LARGEST_VOCAB = 2**24
 _END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "[SEP]")
 
 
@@ -98,17 +99,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> Pretrained
 
     Args:
       texts: to fit to.
-      vocab_size: at most; at least 257, for all bytes and the end of a document.
+      vocab_size: how many there are at most; from 257, for all bytes and the end of a document, to 2^24.
       folder: made where it does not exist.
 
     Raises:
-      ValueError: a vocabulary that is too small.
+      ValueError: a vocabulary that is too small or too large.
       TokenizerError: the folder has a tokenizer already, which would be overwritten.
       ModuleNotFoundError: the tokenizers package is not installed.
     """
     tokenizers = _tokenizers()
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size must be at least 257, got {vocab_size}")
+    if not 257 <= vocab_size <= _LARGEST_VOCAB:
+        raise ValueError(f"vocab_size must be at least 257 and at most {_LARGEST_VOCAB}, got {vocab_size}")
     file = Path(folder) / "tokenizer.json"
     if file.exists():
         raise TokenizerError(f"{file} exists already and would be overwritten")

@@ -1,8 +1,11 @@
 """The command that draws the figure of a counting run again."""
 
+import resource
+
 import pytest
 
 from attnorm.analysis.__main__ import main
+from attnorm.analysis.files import write_atomically
 
 HEADER = "normalizer,p,seed,trained_length,prefix,mse,mae,floor,ratio\n"
 ROWS = [
@@ -41,3 +44,17 @@ def test_workdir_without_results_is_named(tmp_path, capsys, content, message):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and str(tmp_path) in error
     assert list(tmp_path.iterdir()) == before
+
+
+def test_files_that_there_is_no_room_for_are_named(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            write_atomically(file, b"new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"] and file.read_text() == "old"

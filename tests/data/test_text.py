@@ -123,8 +123,10 @@ def test_trained_tokenizer(tmp_path):
     np.testing.assert_array_equal(again.encode(SAMPLE), tokenizer.encode(SAMPLE))
     with pytest.raises(TokenizerError, match="exists already and would be overwritten"):
         train_bpe(texts, 270, tmp_path / "new")
-    with pytest.raises(ValueError, match="vocab_size must be at least 257, got 256"):
+    with pytest.raises(ValueError, match="vocab_size must be at least 257 and at most .*, got 256"):
         train_bpe(texts, 256, tmp_path / "small")
+    with pytest.raises(ValueError, match="vocab_size must be at least 257 and at most 16777216"):
+        train_bpe(texts, 10**30, tmp_path / "large")
 
 
 def test_corpora(tmp_path):

@@ -118,6 +118,7 @@ def test_command(tmp_path, capsys):
         (tmp_path / "missing.txt", "bytes", "corpus must be one of"),
         ("tfds:lm1b", "bytes", "such as tfds:lm1b:train"),
         (book, "bpe:many", "bpe: and a whole number, got bpe:many"),
+        (book, "bpe:²", "bpe: and a whole number, got bpe:²"),
     ]:
         assert main(["--corpus", str(corpus), "--tokenizer", tokenizer, "--out", str(out)]) == 1
         assert message in capsys.readouterr().err
