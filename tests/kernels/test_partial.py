@@ -71,11 +71,9 @@ def test_two_parts():
 @pytest.mark.parametrize(
     "normalizer, params",
     [
-        ("softmax", None),
         ("linf", None),
         ("lp", {"p": np.array([0.7, 5.0], np.float32)}),
         ("sink", {"b": np.array([-1.0, 2.0], np.float32)}),
-        ("softmax_plus_n", {"n": np.array(3.0, np.float32)}),
     ],
     ids=str,
 )

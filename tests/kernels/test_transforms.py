@@ -16,7 +16,6 @@ from tests.contract.test_transforms import (  # noqa: F401
     test_jit_and_no_jit_agree,
     test_remat_changes_no_gradient,
     test_vmap_along_other_axes,
-    test_vmap_of_the_gradient_over_any_argument,
 )
 
 pytestmark = pytest.mark.slow
@@ -35,6 +34,11 @@ RESTRICTIONS = {
 def test_shard_map(attend):
     # JAX's plain interpreter of kernels has no rules for check_vma: see test_sharding and the compile tests.
     test_transforms.test_shard_map_on_one_device(attend, check_vma=False)
+
+
+@pytest.mark.parametrize("mapped", [("query",), ("bias", "mask"), test_transforms.NAMES], ids="-".join)
+def test_vmap_of_the_gradient(attend, mapped):
+    test_transforms.test_vmap_of_the_gradient_over_any_argument(attend, mapped)
 
 
 @pytest.mark.parametrize("name", RESTRICTIONS)
