@@ -140,6 +140,8 @@ class NormalizedAttention(nnx.Module):
 class LinenNormalizedAttention(linen.Module):
     """:class:`NormalizedAttention` for linen; its arguments, with the features taken from the inputs.
 
+    What is learned is an unbounded number, from which :class:`attnorm.normalizers.learned.Learned` makes the parameter.
+
     >>> import jax, jax.numpy as jnp
     >>> from attnorm.modules import LinenNormalizedAttention
     >>> x = jax.random.normal(jax.random.key(1), (2, 16, 32))
@@ -148,6 +150,9 @@ class LinenNormalizedAttention(linen.Module):
     >>> layer.apply(variables, x, is_causal=True).shape
     (2, 16, 32)
     >>> print(variables["params"]["normalizer_b"])
+    [0. 0. 0. 0.]
+    >>> from attnorm.normalizers.registry import learned_parameters
+    >>> print(learned_parameters("sink")["b"].value(variables["params"]["normalizer_b"]))
     [0. 0. 0. 0.]
     """
 

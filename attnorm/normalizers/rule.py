@@ -97,8 +97,8 @@ def static_field(default: Any) -> Any:
 class Normalizer:
     """Base class of the rules: a frozen dataclass (with ``eq=False``) that is also a pytree.
 
-    A parameter given as a Python number is static: part of the tree structure, compared by value, so equal
-    instances share one compilation. A parameter given as an array is a leaf: it can be traced, mapped,
+    A parameter given as a Python float is static: part of the tree structure, compared by value, so equal
+    instances share one compilation; :func:`checked_parameter`, in ``__post_init__``, makes floats of whole numbers. A parameter given as an array is a leaf: it can be traced, mapped,
     differentiated and given per head.
 
     Every function is elementwise over its arguments, which broadcast against each other. ``m`` is constant
@@ -265,6 +265,8 @@ class Normalizer:
 
     def _flatten(self):
         # Whatever is not a number is a leaf: JAX also unflattens with placeholders in place of arrays.
+        if not dataclasses.is_dataclass(self):
+            raise TypeError(f"{type(self).__name__} must be decorated: @dataclass(frozen=True, eq=False)")
         leaves, static = [], []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -318,6 +320,10 @@ def evaluate(
     start = jax.tree.map(lambda m: jnp.asarray(m, s.dtype), normalizer.start(float(jnp.finfo(s.dtype).min)))
     m = jax.lax.stop_gradient(normalizer.next_reference(start, s, axis))
     f, stats = normalizer.terms(s, m)
+    if not isinstance(stats, tuple):
+        raise TypeError(
+            f"terms of {type(normalizer).__name__} must give a numerator and a tuple of statistics, got {stats!r}"
+        )
     if visible is not None:
         f, stats = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, stats))
     stats = tuple(jnp.sum(h, axis=axis, keepdims=True) for h in stats)

@@ -1,5 +1,6 @@
 """The exponential normalisers as functions of logits, and all of them as pytrees."""
 
+import dataclasses
 import math
 
 import jax
@@ -299,3 +300,31 @@ def test_weights_of_a_rule_are_the_function():
             rule.weights(logits, axis=-1, where=where),
             FUNCTIONS[name](logits, axis=-1, where=where, **params),
         )
+
+
+class _Undecorated(attnorm.Normalizer):
+    def terms(self, s, m):
+        f = jnp.exp(s - m)
+        return f, (f,)
+
+    def finalize(self, stats, m):
+        return 1 / stats[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _WithoutTuple(_Undecorated):
+    def terms(self, s, m):
+        f = jnp.exp(s - m)
+        return f, f
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (_Undecorated(), r"_Undecorated must be decorated: @dataclass\(frozen=True, eq=False\)"),
+        (_WithoutTuple(), "terms of _WithoutTuple must give a numerator and a tuple of statistics"),
+    ],
+)
+def test_rules_that_are_not_complete(rule, message):
+    with pytest.raises(TypeError, match=message):
+        rule.weights(jnp.zeros((2, 3)))
