@@ -403,7 +403,9 @@ FORMULAS = {
     "softplus": Formula(softplus, ({"alpha": np.array(0.9)},)),
     "reluformer": Formula(reluformer, ({}, {"gamma": (0.5, 2.0)})),
     "softpick": Formula(softpick, ({}, {"eps": (0.1, 2.0)})),
-    "nap": Formula(nap, ({"eps": 0.1}, {}, {"gain": (0.5, 2.0), "bias": np.array(0.3), "eps": np.array(0.1)})),
+    "nap": Formula(
+        nap, ({"eps": 0.1}, {}, {"gain": (0.5, 2.0), "bias": np.array(0.3), "eps": np.array(0.1)})
+    ),
     "threshold_rectified": Formula(
         threshold_rectified, ({"d": 8.0}, {"beta": (0.2, 1.0), "d": np.array(9.0)})
     ),
