@@ -31,7 +31,7 @@ def test_normalizer(case, implementation, monkeypatch):
     check(case, implementation, monkeypatch)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["chunked"])  # the slow cases have every restriction on both
 @pytest.mark.parametrize("case", FAST_CASES, ids=str)
 def test_case(case, implementation, monkeypatch):
     check(case, implementation, monkeypatch)
