@@ -142,7 +142,6 @@ def test_frobenius_bound_is_attained_at_two_and_infinity():
     "F",
     [
         lambda s: jax.nn.softplus(s),
-        lambda s: 1.1 + jnp.tanh(3 * s),
         lambda s: 0.05 + s**2,
         lambda s: jnp.exp(s + jnp.sin(5 * s) / 2),
     ],
@@ -170,7 +169,7 @@ def test_any_smooth_positive_function(F):
         assert (norms[:, column] <= np.array(bounds) * SLACK).all()
 
 
-@pytest.mark.parametrize("p", (0.5, 1.0, 2.0, 4.0, math.inf))
+@pytest.mark.parametrize("p", (1.0, 2.0, 4.0, math.inf))
 def test_finite_differences(p):
     rng = np.random.default_rng(4)
     s, v = rng.normal(size=(1000, KEYS)) * 3, rng.normal(size=(1000, KEYS))
