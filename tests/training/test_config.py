@@ -79,7 +79,7 @@ def changed(config, path, value):
             ("lp(q=2)",),
             "config.ensemble.normalizers: 'lp(q=2)': normalizer 'lp' has parameters",
         ),
-        ("ensemble.normalizers", ("lp 2",), "config.ensemble.normalizers: 'lp 2': must be a name"),
+        ("ensemble.normalizers", ("lp 2",), "config.ensemble.normalizers: 'lp 2': normalizer must be a name"),
         (
             "counting.tokens_per_batch",
             36,
