@@ -100,7 +100,14 @@ def partial_attend(
 
     Differentiable as if m were constant. That is exact for whatever does not depend on the choice of m, such as the
     output and the log-norm of merged parts: so the parts' gradients are those of attention over all keys.
+
+    Raises:
+      ValueError: a normaliser that needs more than its three functions.
     """
+    if normalizer.needs:
+        raise ValueError(
+            f"normalizer {normalizer} needs {', '.join(sorted(normalizer.needs))}, which these kernels do not know"
+        )
     static, arrays = _prepared(
         query, key, value, bias, visibility, normalizer, scale, logits_soft_cap, precision
     )

@@ -33,7 +33,7 @@ class Stieltjes(Leveled):
     q: float | Array = 2.0
 
     needs = Leveled.needs | {"map"}
-    learned = {"q": Learned(2.0, low=_Q_RANGE[0])}
+    learned = {"q": Learned(2.0, low=_Q_RANGE[0], high=_Q_RANGE[1])}
 
     def __post_init__(self):
         low, high = _Q_RANGE

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from attnorm.normalizers.learned import Learned
-from attnorm.normalizers.lp import LOWEST_DIFFERENCE, Lp
+from attnorm.normalizers.lp import LOWEST_DIFFERENCE, LOWEST_LEARNED, Lp
 from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array, of_weighted, static_field
 
 # Of float32 logits, products with 1/T neither overflow nor lose what is hidden.
@@ -31,7 +31,7 @@ class _OfTemperature(Lp):
     p: float | Array = 1.0
     T: float | Array = 1.0
 
-    learned = {"p": Learned(1.0, low=0.0), "T": Learned(1.0, low=0.0)}
+    learned = {"p": Learned(1.0, low=LOWEST_LEARNED), "T": Learned(1.0, low=0.0)}
     # The norm is one of F, not of exp(s).
     log_norm = Normalizer.log_norm
 

@@ -22,6 +22,7 @@ _LARGEST_MULTIPLIED_POWER = 8
 LOWEST_DIFFERENCE = -1e30
 # Beyond, p times a difference of logits leaves float32.
 _P_RANGE = (1e-6, 1e6)
+LOWEST_LEARNED = 1e-5  # what rounds to less in float32 is still in the range
 # A backward pass that recomputes its logits may round them otherwise than the forward pass did, so keys that are
 # this many rounding errors of the maximum below it count as equal to it.
 _TIE_TOLERANCE = 8
@@ -33,7 +34,7 @@ class Lp(Normalizer):
 
     p: float | Array
 
-    learned = {"p": Learned(2.0, low=0.0)}
+    learned = {"p": Learned(2.0, low=LOWEST_LEARNED)}
 
     def __post_init__(self):
         wanted = f"a positive number from {_P_RANGE[0]:g} to {_P_RANGE[1]:g}"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from attnorm.normalizers.lp import Lp
-from attnorm.normalizers.rule import checked_floating
+from attnorm.normalizers.rule import broadcasts_to, checked_floating, checked_where
 
 
 def selective(
@@ -50,7 +50,7 @@ def selective(
     length = logits.shape[-1]
     seen = jnp.tri(length, dtype=bool)
     if where is not None:
-        seen = seen & where
+        seen = seen & checked_where(where, logits.shape)
     s = jnp.where(seen, logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), 0)
     query, key = jnp.arange(length)[:, None], jnp.arange(length)
     votes = jnp.where((key > 0) & (key < query), jax.nn.relu(s[..., :1, :, :]), 0)
@@ -91,9 +91,9 @@ def sinkhorn(
         raise ValueError(f"logits must have shape (..., T, T), got {logits.shape}")
     if iterations < 1 or iterations % 2 == 0:
         raise ValueError(f"iterations must be odd and positive, got {iterations!r}")
-    seen = logits > -jnp.inf
+    seen = logits != -jnp.inf
     if where is not None:
-        seen = jnp.broadcast_to(where, logits.shape) & jnp.where(where, seen, False)
+        seen = seen & checked_where(where, logits.shape)
     s = jnp.where(seen, logits, 0).astype(jnp.promote_types(logits.dtype, jnp.float32))
     for number in range(iterations):
         s = s - _log_sum(s, seen, axis=-1 if number % 2 == 0 else -2)
@@ -131,7 +131,7 @@ def differential(
 
     Raises:
       TypeError: logits that are not floating point.
-      ValueError: logits of different shapes.
+      ValueError: logits of different shapes, a λ that does not broadcast to them.
 
     Source: arXiv 2410.05258, from memory of its code.
 
@@ -143,6 +143,8 @@ def differential(
     logits, other = checked_floating("logits", logits), checked_floating("other", other)
     if logits.shape != other.shape:
         raise ValueError(f"other must have the logits' shape {logits.shape}, got {other.shape}")
+    if not broadcasts_to(jnp.shape(lam), logits.shape):
+        raise ValueError(f"lam must broadcast to logits {logits.shape}, got shape {jnp.shape(lam)}")
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     first, second = (Lp(1.0).weights(x.astype(wide), axis=axis, where=where) for x in (logits, other))
     return (first - lam * second).astype(logits.dtype)

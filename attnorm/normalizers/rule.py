@@ -61,7 +61,18 @@ def checked_floating(name: str, x: Array) -> Array:
     return x
 
 
-def _broadcasts_to(shape, full) -> bool:
+def checked_where(where: Array, shape: tuple[int, ...]) -> Array:
+    """The boolean array, if it broadcasts to logits of this shape."""
+    where = jnp.asarray(where)
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"where must be boolean, got {where.dtype}")
+    if not broadcasts_to(where.shape, shape):
+        raise ValueError(f"where must broadcast to logits {shape}, got {where.shape}")
+    return where
+
+
+def broadcasts_to(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether an array of one shape broadcasts to another, without making it larger."""
     return len(shape) <= len(full) and all(
         size in (1, n) for size, n in zip(reversed(shape), reversed(full), strict=False)
     )
@@ -214,18 +225,14 @@ class Normalizer:
                 f"axis must be in [-{logits.ndim}, {logits.ndim}) for logits {logits.shape}, got {axis}"
             )
         if where is not None:
-            where = jnp.asarray(where)
-            if where.dtype != jnp.bool_:
-                raise TypeError(f"where must be boolean, got {where.dtype}")
-            if not _broadcasts_to(where.shape, logits.shape):
-                raise ValueError(f"where must broadcast to logits {logits.shape}, got {where.shape}")
+            where = checked_where(where, logits.shape)
         rows = list(logits.shape)
         rows[axis] = 1
         of_rows = [(key.name, leaf) for key, leaf in self._flatten()[0]]
         if position is not None:
             of_rows.append(("position", position))
         for name, leaf in of_rows:
-            if not _broadcasts_to(jnp.shape(leaf), rows):
+            if not broadcasts_to(jnp.shape(leaf), rows):
                 raise ValueError(
                     f"{name} must broadcast to logits {logits.shape}, with size 1 along axis {axis}, "
                     f"got shape {jnp.shape(leaf)}"

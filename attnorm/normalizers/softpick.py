@@ -30,7 +30,7 @@ class Softpick(Normalizer):
             # 1 - exp(-|s|) = 2 t / (1 + t), which compilers for kernels know, as they do not know expm1.
             t = jnp.tanh(jnp.abs(s) / 2)
             size = 2 * t / (1 + t) * jnp.exp(jnp.maximum(s, 0) - m)
-            return jnp.where(s > 0, size, 0), (size,)
+            return jnp.where(s <= 0, 0, size), (size,)  # NaN stays
 
         return of_weighted(of_finite, s)
 
@@ -41,7 +41,7 @@ class Softpick(Normalizer):
     def finalize(self, stats, m):
         (size,) = stats
         total = size + self.eps * jnp.exp(-m)
-        return jnp.where(size > 0, 1 / jnp.where(size > 0, total, 1), 0)
+        return jnp.where(size != 0, 1 / jnp.where(size != 0, total, 1), 0)
 
 
 def softpick(

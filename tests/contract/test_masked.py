@@ -90,6 +90,15 @@ def test_a_number_hidden_from_some_rows_changes_nothing_there(attend, hiding):
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("name", sorted(attnorm.normalizer_names()))
+def test_weights_do_not_hide_a_visible_nan(name):
+    logits = np.random.default_rng(0).normal(size=(2, 7)).astype(np.float32)
+    logits[0, 2] = np.nan
+    params = {"p": 2.0} if name == "lp" else {}
+    weights = np.asarray(getattr(attnorm, name)(logits, **params))
+    assert np.isnan(weights[0]).any() and np.isfinite(weights[1]).all()
+
+
 @pytest.mark.parametrize("where", ["query", "key", "value", "bias"])
 def test_a_visible_nan_is_not_hidden(attend, where):
     query, key, value = make_arrays(B=1, T=20, S=20, N=2, K=1)

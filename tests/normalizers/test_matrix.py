@@ -80,3 +80,19 @@ def test_differential():
     )
     with pytest.raises(ValueError, match=r"other .* \(4, 9\), got \(4, 8\)"):
         differential(logits, other[:, :8], lam=0.5)
+    with pytest.raises(ValueError, match=r"lam must broadcast to logits \(4, 9\), got shape \(5, 1, 1\)"):
+        differential(logits, other, lam=jnp.ones((5, 1, 1)))
+
+
+@pytest.mark.parametrize("function", [selective, sinkhorn])
+def test_what_is_hidden_is_checked_and_a_visible_nan_is_not_hidden(function):
+    logits = np.zeros((2, 4, 4), np.float32)
+    with pytest.raises(ValueError, match=r"where must broadcast to logits \(2, 4, 4\), got \(3, 1, 4, 4\)"):
+        function(logits, where=np.ones((3, 1, 4, 4), bool))
+    with pytest.raises(TypeError, match="where must be boolean, got int32"):
+        function(logits, where=np.ones((4, 4), np.int32))
+    logits[1, 3, 1] = np.nan
+    assert np.isnan(np.asarray(function(logits))[1, 3]).any()
+    seen = np.ones((4, 4), bool)
+    seen[3, 1] = False
+    assert np.isfinite(np.asarray(function(logits, where=seen))).all()
