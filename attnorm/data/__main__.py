@@ -16,7 +16,7 @@ from attnorm.data.tokenizers import (
     TokenizerError,
     train_bpe,
 )
-from attnorm.data.tokens import write_tokens
+from attnorm.data.tokens import require_no_tokens, write_tokens
 
 _TFDS, _BPE = "tfds:", "bpe:"
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m attnorm.data",
         description="Writes a corpus as one stream of token ids, from which training reads rows of any length. "
-        "Nothing in DIR is overwritten.",
+        "Nothing in DIR is overwritten; after an interruption the same command starts again.",
     )
     parser.add_argument(
         "--corpus",
@@ -73,6 +73,7 @@ def _tokenizer(name: str, texts: Callable[[], Iterable[str]], out: Path) -> Toke
         size = name.removeprefix(_BPE)
         if not (size.isascii() and size.isdecimal()):
             raise TokenizerError(f"tokenizer must be {_BPE} and a whole number, got {name}")
+        require_no_tokens(out)
         return train_bpe(texts(), int(size), out)
     return PretrainedTokenizer(Path(name))
 

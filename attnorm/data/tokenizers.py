@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 _LARGEST_VOCAB = 2**24
-_END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "[SEP]")
+# The first that a vocabulary has. Where others are known, </s> may be a tag and <|eot_id|> the end of a chat's turn.
+_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eot_id|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -84,8 +85,23 @@ class PretrainedTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
-        known = [tokenizer.token_to_id(token) for token in _END_OF_DOCUMENT]
-        self.end_of_document = next((i for i in known if i is not None), None)
+        self._folder = folder
+
+    @property
+    def end_of_document(self) -> int:
+        """The id, which encoding alone does not need.
+
+        Raises:
+          TokenizerError: none of the tokens that are known to end a text is in the vocabulary.
+        """
+        for token in _END_OF_DOCUMENT:
+            index = self._tokenizer.token_to_id(token)
+            if index is not None:
+                return index
+        raise TokenizerError(
+            f"the tokenizer in {self._folder} must have a token for the end of a document, one of "
+            f"{', '.join(_END_OF_DOCUMENT)}"
+        )
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -100,19 +116,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> Pretrained
     Args:
       texts: to fit to.
       vocab_size: how many there are at most; from 257, for all bytes and the end of a document, to 2^24.
-      folder: made where it does not exist.
+      folder: made where it does not exist; it may hold the same tokenizer, of a run that was cut off.
 
     Raises:
       ValueError: a vocabulary that is too small or too large.
-      TokenizerError: the folder has a tokenizer already, which would be overwritten.
+      TokenizerError: the folder has another tokenizer already, which would be overwritten.
       ModuleNotFoundError: the tokenizers package is not installed.
     """
     tokenizers = _tokenizers()
     if not 257 <= vocab_size <= _LARGEST_VOCAB:
         raise ValueError(f"vocab_size must be at least 257 and at most {_LARGEST_VOCAB}, got {vocab_size}")
     file = Path(folder) / "tokenizer.json"
-    if file.exists():
-        raise TokenizerError(f"{file} exists already and would be overwritten")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -123,9 +137,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> Pretrained
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    fitted = tokenizer.to_str(pretty=True)
+    if file.exists() and file.read_text(encoding="utf-8") != fitted:
+        raise TokenizerError(f"{file} exists already, is another tokenizer, and would be overwritten")
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(file.name + ".tmp")
-    tokenizer.save(str(temporary))
+    temporary.write_text(fitted, encoding="utf-8")
     os.replace(temporary, file)
     return PretrainedTokenizer(file.parent)
 

@@ -1,7 +1,7 @@
 """Token folders: a corpus as one stream of ids on disk, mapped into memory; what does not fit in it starts here.
 
 A folder holds ``tokens.bin``, the stream of :mod:`attnorm.data.packing` in little-endian uint16 or uint32, and
-``tokens.json``, which is written last: without it the folder is not complete.
+``tokens.json``, which gets its name last: without it the folder is not complete, and can be written again.
 """
 
 import json
@@ -15,7 +15,7 @@ from jaxtyping import Int
 from attnorm.data.packing import join
 from attnorm.data.tokenizers import Tokenizer
 
-_STREAM, _FACTS = "tokens.bin", "tokens.json"
+_STREAM, _FACTS, _FACTS_TMP = "tokens.bin", "tokens.json", "tokens.json.tmp"
 
 
 class TokensError(ValueError):
@@ -32,20 +32,20 @@ def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -
 
     Raises:
       TokensError: the folder holds tokens already.
+      TokenizerError: a tokenizer without an end-of-document id.
       ValueError: a document without tokens, or that holds the end-of-document id.
     """
     folder = Path(folder)
-    for name in (_STREAM, _FACTS):
-        if (folder / name).exists():
-            raise TokensError(f"{folder / name} exists already and would be overwritten")
+    require_no_tokens(folder)
+    end_of_document = tokenizer.end_of_document
     folder.mkdir(parents=True, exist_ok=True)
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
     num_tokens = num_documents = 0
-    temporary = folder / f"{_STREAM}.tmp"
-    with open(temporary, "wb") as file:
+    stream_tmp, facts_tmp = folder / f"{_STREAM}.tmp", folder / _FACTS_TMP
+    with open(stream_tmp, "wb") as file:
         for text in documents:
             try:
-                stream = join([tokenizer.encode(text)], tokenizer.end_of_document)
+                stream = join([tokenizer.encode(text)], end_of_document)
             except ValueError as error:
                 raise ValueError(str(error).replace("documents[0]", f"documents[{num_documents}]")) from None
             file.write(stream.astype(dtype).tobytes())
@@ -55,18 +55,31 @@ def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -
         os.fsync(file.fileno())
     if not num_documents:
         raise ValueError("documents must hold at least one")
-    os.replace(temporary, folder / _STREAM)
     facts = {
         "num_tokens": num_tokens,
         "num_documents": num_documents,
         "dtype": dtype,
         "vocab_size": tokenizer.vocab_size,
-        "end_of_document": tokenizer.end_of_document,
+        "end_of_document": end_of_document,
     }
-    temporary = folder / f"{_FACTS}.tmp"
-    temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / _FACTS)
+    facts_tmp.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    os.replace(stream_tmp, folder / _STREAM)
+    os.replace(facts_tmp, folder / _FACTS)
     return num_tokens
+
+
+def require_no_tokens(folder: Path) -> None:
+    """Refuses a folder in which tokens would be overwritten; what a run that was cut off left is no result.
+
+    Raises:
+      TokensError: the folder holds tokens already.
+    """
+    facts = folder / _FACTS
+    # Facts without their name show that the stream is of a run that ended between naming the one and the other.
+    kept = [facts] if (folder / _FACTS_TMP).exists() else [folder / _STREAM, facts]
+    for path in kept:
+        if path.exists():
+            raise TokensError(f"{path} exists already and would be overwritten")
 
 
 def open_tokens(folder: Path, tokenizer: Tokenizer) -> Int[np.ndarray, "S"]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from attnorm.models.fields import require_types
 from attnorm.models.gpt import AttentionFn
-from attnorm.models.stack import layer_of, make_stack, run_stack
+from attnorm.models.stack import make_stack, run_stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,9 +132,6 @@ class Encoder(nnx.Module):
         types = jnp.zeros_like(tokens)
         x = self.token_embedding(tokens) + self.position_embedding(positions) + self.type_embedding(types)
         return self.norm(x)
-
-    def block(self, index: int | Int[Array, ""]) -> EncoderBlock:
-        return layer_of(self.blocks, index)
 
 
 def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -19,7 +19,7 @@ from attnorm.models.positions import (
     with_alibi,
     yarn_logit_factor,
 )
-from attnorm.models.stack import REMAT_POLICIES, layer_of, make_stack, run_stack
+from attnorm.models.stack import REMAT_POLICIES, make_stack, run_stack
 
 # attention_fn(query, key, value, scale=..., logits_soft_cap=...); query (B, T, N, H), key and value (B, T, K, H).
 # Which keys a query may see, and how weights are normalised, is up to the function.
@@ -336,9 +336,6 @@ class GPT(nnx.Module):
         """The input of the first block."""
         x = self.token_embedding(tokens)
         return x if self.position_embedding is None else x + self.position_embedding(positions)
-
-    def block(self, index: int | Int[Array, ""]) -> Block:
-        return layer_of(self.blocks, index)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         table = self.token_embedding.embedding if self.head is None else self.head

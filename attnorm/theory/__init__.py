@@ -45,7 +45,6 @@ from attnorm.theory.weight_bounds import (
     proved_factor_bounds,
     proved_norm_bounds,
     proved_weight_bounds,
-    weak_weight_bounds,
 )
 
 __all__ = [
@@ -88,5 +87,4 @@ __all__ = [
     "separable_fraction",
     "top_direction",
     "top_keys",
-    "weak_weight_bounds",
 ]

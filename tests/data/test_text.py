@@ -103,6 +103,22 @@ def test_pretrained_tokenizers_that_cannot_be_read(tmp_path):
         PretrainedTokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "vocab, end",
+    [
+        (["a", "[SEP]", "</s>"], "</s>"),
+        (["</s>", "<eos>"], "<eos>"),
+        (["<|eot_id|>", "<|end_of_text|>"], "<|end_of_text|>"),
+        (["<|eot_id|>"], "<|eot_id|>"),
+    ],
+)
+def test_end_of_document_by_its_names(tmp_path, vocab, end):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token=vocab[0])
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    assert PretrainedTokenizer(tmp_path).end_of_document == vocab.index(end)
+
+
 def test_without_the_tokenizers_package(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for make in (lambda: PretrainedTokenizer(GPT2), lambda: train_bpe([SAMPLE], 270, tmp_path)):
@@ -121,8 +137,13 @@ def test_trained_tokenizer(tmp_path):
     assert len(tokenizer.encode(SAMPLE)) < len(SAMPLE.encode())
     again = train_bpe(texts, 270, tmp_path / "again")
     np.testing.assert_array_equal(again.encode(SAMPLE), tokenizer.encode(SAMPLE))
-    with pytest.raises(TokenizerError, match="exists already and would be overwritten"):
-        train_bpe(texts, 270, tmp_path / "new")
+    kept = (tmp_path / "new" / "tokenizer.json").read_bytes()
+    train_bpe(texts, 270, tmp_path / "new")  # the same again is no loss
+    with pytest.raises(
+        TokenizerError, match="exists already, is another tokenizer, and would be overwritten"
+    ):
+        train_bpe(texts, 271, tmp_path / "new")
+    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == kept
     with pytest.raises(ValueError, match="vocab_size must be at least 257 and at most .*, got 256"):
         train_bpe(texts, 256, tmp_path / "small")
     with pytest.raises(ValueError, match="vocab_size must be at least 257 and at most 16777216"):

@@ -55,6 +55,22 @@ def test_nothing_is_overwritten_and_nothing_incomplete_is_read(tmp_path):
         open_tokens(tmp_path, BYTES)
 
 
+def test_a_run_that_ends_between_naming_its_files_can_be_repeated(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def cut_off(source, target):
+        if target.name == "tokens.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(os, "replace", cut_off)
+        write_tokens(tmp_path, TEXTS, BYTES)
+    assert (tmp_path / "tokens.bin").exists() and not (tmp_path / "tokens.json").exists()
+    write_tokens(tmp_path, TEXTS[:1], BYTES)
+    np.testing.assert_array_equal(open_tokens(tmp_path, BYTES), [256, *b"one"])
+
+
 def test_documents_without_tokens(tmp_path):
     with pytest.raises(ValueError, match=r"documents\[1\] has no tokens"):
         write_tokens(tmp_path / "a", ["one", ""], BYTES)
@@ -133,3 +149,54 @@ def test_command_fits_a_tokenizer(tmp_path):
     stream = open_tokens(tmp_path / "out", tokenizer)
     assert stream[0] == tokenizer.end_of_document
     assert tokenizer.decode(stream[1:]) == "one two two two"
+
+
+def test_command_that_was_cut_off_starts_again(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("one two two two")
+    out = tmp_path / "out"
+    arguments = ["--corpus", str(tmp_path / "a.txt"), "--out", str(out), "--tokenizer"]
+
+    def cut_off(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("attnorm.data.__main__.write_tokens", cut_off)
+        main([*arguments, "bpe:260"])
+    assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
+    assert main([*arguments, "bpe:261"]) == 1
+    assert "is another tokenizer" in capsys.readouterr().err
+    assert main([*arguments, "bpe:260"]) == 0
+    tokenizer = PretrainedTokenizer(out)
+    assert tokenizer.decode(open_tokens(out, tokenizer)[1:]) == "one two two two"
+
+
+def test_command_adds_no_tokenizer_to_tokens_of_another(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("one two two two")
+    write_tokens(tmp_path / "out", TEXTS, BYTES)
+    arguments = [
+        "--corpus",
+        str(tmp_path / "a.txt"),
+        "--tokenizer",
+        "bpe:260",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(arguments) == 1
+    assert "tokens.bin exists already and would be overwritten" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_command_names_what_ends_no_document(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("one")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0}, unk_token="one")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    out = tmp_path / "out"
+    assert main(["--corpus", str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path), "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"the tokenizer in {tmp_path} must have a token for the end of a document" in error
+    assert "<|endoftext|>, <|end_of_text|>, <eos>" in error
+    assert not out.exists()

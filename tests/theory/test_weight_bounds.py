@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from attnorm import theory
+from attnorm import general, lp, softmax, sparsemax, ssmax, theory
 
 KEYS = 40
 POWERS = (0.5, 1.0, 1.5, 2.0, 4.0, math.inf)
@@ -41,6 +41,41 @@ def test_weights_of_any_positive_function(p):
     )
 
 
+@pytest.mark.parametrize("p", POWERS)
+def test_the_librarys_weights_of_bounded_logits(p):
+    """Random logits in [-Δ, Δ], and those at either end in every proportion."""
+    largest, temperature = 1.3, 0.7
+    y = np.asarray(lp(rows(-largest, largest) / temperature, p=p))
+    ratio = math.exp(2 * largest / temperature)
+    low, high = theory.proved_weight_bounds(KEYS, ratio, p=p)
+    assert low <= y.min() * SLACK and y.max() <= high * SLACK
+    # The extremes are attained up to the part of the norm that the key itself has.
+    uniform = KEYS ** (-1 / p)
+    part = 1.0 if p == math.inf else (1 - 1 / KEYS + ratio**-p / KEYS) ** (-1 / p)
+    assert y.min() == pytest.approx(low * part, rel=1e-12)
+    part = 1 / ratio if p == math.inf else (1 - 1 / KEYS + ratio**p / KEYS) ** (-1 / p)
+    assert y.max() == pytest.approx(high * part, rel=1e-12)
+    assert theory.proved_weight_bounds(KEYS, 1.0, p=p) == (uniform, uniform)
+
+
+def test_functions_that_escape_the_bound():
+    """Lemma 1 needs an F that is positive and the same at every length: without either a key stays selected."""
+    escaping = {
+        "ssmax": lambda s: ssmax(s, h=1.0),  # F = exp(s log L)
+        "sparsemax": sparsemax,  # 0 below a threshold
+        "relu": lambda s: general(s, F="relu"),
+    }
+    for L in (100, 10_000):
+        s = np.where(np.arange(L) == 7, 1.0, -1.0)
+        low, high = theory.proved_weight_bounds(L, math.exp(2))  # of exp on [-1, 1]
+        y = np.asarray(softmax(s))
+        assert low <= y.min() * SLACK and y.max() <= high * SLACK
+        for name, function in escaping.items():
+            y = np.asarray(function(s))
+            assert y.sum() == pytest.approx(1, rel=1e-9), name
+            assert y[7] > 0.98 > 10 * high and y.min() < low / 10, (name, L)
+
+
 @pytest.mark.parametrize("temperature", (0.5, 4.0))
 def test_softmax_weights_and_entropy(temperature):
     query = np.random.default_rng(1).normal(size=8)
@@ -59,9 +94,10 @@ def test_softmax_weights_and_entropy(temperature):
     for bound, weights, h in zip(largest, a, entropy, strict=True):
         low, high = theory.paper_softmax_weight_bounds(KEYS, bound, temperature=temperature)
         assert low <= weights.min() * SLACK and weights.max() <= high * SLACK
-        assert (low, high) == theory.weak_weight_bounds(KEYS, bound, temperature=temperature)
         low, high = theory.proved_entropy_bounds(KEYS, bound, temperature=temperature)
         assert low <= h + 1e-12 and h <= high + 1e-12
+    cold = theory.paper_softmax_weight_bounds(KEYS, 1.0, temperature=1e-3)
+    assert [float(bound) for bound in cold] == [0, math.inf]
 
 
 def test_effective_keys_and_where_their_bound_is_attained():
@@ -103,6 +139,8 @@ def test_only_two_has_a_norm_without_length():
         (lambda: theory.proved_weight_bounds(0, 2.0), "num_keys"),
         (lambda: theory.proved_weight_bounds(3, 0.5), "ratio"),
         (lambda: theory.proved_weight_bounds(3, 2.0, p=0), "p"),
+        (lambda: theory.paper_softmax_weight_bounds(0, 1.0), "num_keys"),
+        (lambda: theory.paper_softmax_weight_bounds(3, math.inf), "max_abs_logit"),
         (lambda: theory.proved_effective_keys_bounds(3, math.inf), "ratio"),
         (lambda: theory.proved_norm_bounds(3, p=1, order=-1), "order"),
         (lambda: theory.proved_factor_bounds(3, p=math.nan), "p"),

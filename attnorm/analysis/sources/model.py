@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from attnorm.analysis.sources.source import Attention, scaled_logits
 from attnorm.attention import dot_product_attention
+from attnorm.models.stack import layer_of
 from attnorm.normalizers import Normalizer
 
 
@@ -41,10 +41,9 @@ class ModelSource:
 
     def layers(self, tokens: Int[Array, "T"]) -> Iterator[Attention]:
         embedding, x = self.embed(jnp.asarray(tokens, jnp.int32)[None])
-        stacked = nnx.state(self.blocks)
         name_width = len(str(self.num_layers - 1))
         for index in range(self.num_layers):
-            out, observed = self._step(jax.tree.map(lambda param: param[index], stacked), x)  # noqa: B023
+            out, observed = self._step(layer_of(self.blocks, index), x)
             scale = float(observed.pop("scale"))
             yield Attention(
                 name=f"layer {index:0{name_width}}",
@@ -58,10 +57,10 @@ class ModelSource:
 
     @functools.cached_property  # all layers, and all texts of one length, share one compilation
     def _step(self) -> Callable:
-        """From a layer's parameters and input to its output, and to what its attention was given."""
-        graph = nnx.graphdef(self.blocks)
+        """From a layer and its input to its output, and to what its attention was given."""
 
-        def step(layer_params, x_1xTxD):
+        @nnx.jit
+        def step(block, x_1xTxD):
             given = []
 
             def attention_fn(query, key, value, *, scale=None, logits_soft_cap=None):
@@ -77,11 +76,11 @@ class ModelSource:
                     logits_soft_cap=logits_soft_cap,
                 )
 
-            out = self.apply(nnx.merge(graph, layer_params), x_1xTxD, attention_fn)
+            out = self.apply(block, x_1xTxD, attention_fn)
             (observed,) = given
             return out, observed
 
-        return jax.jit(step)
+        return step
 
     def _observe(self, query, key, value, scale, logits_soft_cap):
         group = query.shape[2] // key.shape[2]
@@ -90,6 +89,4 @@ class ModelSource:
         logits = scaled_logits(queries, keys, scale)
         if logits_soft_cap is not None:
             logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-        return {
-            "scale": scale, "logits": logits, "queries": queries, "keys": keys, "values": values,
-        }  # fmt: skip
+        return {"scale": scale, "logits": logits, "values": values}

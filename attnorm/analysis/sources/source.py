@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 class Attention:
     """What the heads of one layer computed on one text of T = S tokens; T queries, S keys, N heads.
 
-    Every head has keys and values of its own: shared ones (grouped queries) are repeated.
+    Every head has values of its own: shared ones (grouped queries) are repeated.
     """
 
     name: str  # of the layer, for tables and figures
@@ -23,8 +23,6 @@ class Attention:
     is_causal: bool  # whether query i sees only the keys j <= i; otherwise all of them
     scale: float
     logits: Float[Array, "N T S"]  # scaled and capped, before any is hidden
-    queries: Float[Array, "N T H"]
-    keys: Float[Array, "N S H"]
     values: Float[Array, "N S Hv"]
     inputs: Mapping[str, Float[Array, "S D"]]  # "embedding": of the tokens; "layer_input": what the layer got
 

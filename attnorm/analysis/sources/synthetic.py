@@ -63,8 +63,6 @@ class Synthetic:
             is_causal=self.is_causal,
             scale=scale,
             logits=scaled_logits(query_NxTxH, key_NxSxH, scale),
-            queries=query_NxTxH,
-            keys=key_NxSxH,
             values=jnp.broadcast_to(embedding, (len(self.heads), T, H)),
             inputs={"embedding": embedding, "layer_input": embedding},
         )
