@@ -268,8 +268,7 @@ def gradients(study: Study) -> list[dict]:
         of_heads = {key: np.concatenate([result[key] for result in heads]) for key in heads[0]}
         p = _power(rule)
         for q, temperature in enumerate(options.temperatures):
-            spectral, responses = (of_heads[key][:, :, q].mean(1) for key in ("spectral", "mean_response"))
-            ratios = responses[spectral > 0] / spectral[spectral > 0]
+            spectral = of_heads["spectral"][:, :, q]
             for e, step in enumerate(options.steps):
                 difference = of_heads["difference"][:, :, q, e]
                 bounds = {"proved_bound": math.nan, "spectral_bound": math.nan}
@@ -288,10 +287,9 @@ def gradients(study: Study) -> list[dict]:
                         "difference": _short(difference.mean(1).max()),
                         "difference_median": _short(np.median(difference.mean(1))),
                         "difference_largest": _short(difference.max()),
-                        "mean_response": _short(responses.max()),
-                        "response_ratio": _short(np.median(ratios)) if len(ratios) else math.nan,
-                        "spectral": _short(spectral.max()),
-                        "spectral_largest": _short(of_heads["spectral"][:, :, q].max()),
+                        "mean_response": _short(of_heads["mean_response"][:, :, q].mean(1).max()),
+                        "spectral": _short(spectral.mean(1).max()),
+                        "spectral_largest": _short(spectral.max()),
                         "direction_keys": _short(np.median(of_heads["direction_keys"][:, :, q])),
                         "paper_bound": _short(theory.paper_gradient_bound(temperature)),
                         **{name: _short(bound) for name, bound in bounds.items()},

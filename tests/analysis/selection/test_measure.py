@@ -104,21 +104,6 @@ def test_proved_upper_side_is_left_open_for_vectors_of_several_lengths():
     assert math.isnan(row["high"]) and not math.isnan(row["low"])
 
 
-def test_ratio_of_responses_is_that_of_a_head(monkeypatch):
-    """Ratios 1/10, 1/2 and, of the head with the largest response, 4/5; a head that is flat has none."""
-    spectral = np.array([10.0, 2.0, 5.0, 0.0])[:, None, None]
-    response = np.array([1.0, 1.0, 4.0, 0.0])[:, None, None]
-    rows = dict(spectral=spectral, mean_response=response, difference=response[..., None])
-    monkeypatch.setattr(measure, "gradient_rows", lambda *_, **__: rows | dict(direction_keys=response))
-    source = Given(np.zeros((4, 8, 8)), np.ones((8, 1)))
-    one = dict(lengths=(8,), temperatures=(1.0,), steps=(1.0,), max_gradient_rows=1)
-    (row,) = measure.gradients(study(source, {"l2": RULES["l2"]}, **one))
-    assert (row["mean_response"], row["spectral"], row["response_ratio"]) == (4, 10, 0.5)
-    spectral[:] = 0
-    (row,) = measure.gradients(study(source, {"l2": RULES["l2"]}, **one))
-    assert math.isnan(row["response_ratio"])
-
-
 def test_texts_and_lengths_that_do_not_fit_are_refused():
     source = Given(np.zeros((1, 8, 8)), np.ones((8, 1)))
     with pytest.raises(ValueError, match=r"^lengths must be at most 8, what given can read, got 16"):
