@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}; install it with: pip install 'attnorm[analysis]'", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: cannot write {error.filename}: {os.strerror(error.errno)}", file=sys.stderr)
+        reason = error.strerror or error
+        print(f"error: cannot read or write {error.filename or 'a file'}: {reason}", file=sys.stderr)
         return 1
     for path in written:
         print(path)

@@ -46,6 +46,23 @@ def test_workdir_without_results_is_named(tmp_path, capsys, content, message):
     assert list(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (PermissionError(13, "Permission denied", "mine.csv"), "read or write mine.csv: Permission denied"),
+        (OSError("the disk is gone"), "read or write a file: the disk is gone"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(tmp_path, capsys, monkeypatch, raised, message):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr("attnorm.analysis.length_generalization.median_table", fail)
+    (tmp_path / "results.csv").write_text(HEADER)
+    assert main(["length-generalization", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"error: cannot {message}\n"
+
+
 def test_files_that_there_is_no_room_for_are_named(tmp_path):
     file = tmp_path / "table.csv"
     file.write_text("old")

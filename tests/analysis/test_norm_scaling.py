@@ -163,7 +163,7 @@ def test_output_that_cannot_be_a_folder_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert main(["norm-scaling", "--out", str(tmp_path / "file" / "deeper")]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: cannot write") and str(tmp_path / "file") in error
+    assert error.startswith("error: cannot read or write") and str(tmp_path / "file") in error
     assert main(["norm-scaling", "--out", str(tmp_path / "file")]) == 1
     assert (tmp_path / "file").read_text() == "mine"
 

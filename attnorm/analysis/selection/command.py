@@ -19,6 +19,7 @@ from attnorm.analysis.selection.options import Options
 from attnorm.analysis.selection.summary import as_text, summarize
 from attnorm.analysis.sources import Source, excerpts
 from attnorm.normalizers import Normalizer, get_normalizer
+from attnorm.normalizers.lp import Lp
 from attnorm.normalizers.spec import parse_normalizer
 
 SETTINGS = "settings.json"
@@ -99,7 +100,8 @@ def run(
             if name in FIGURES and not png.exists():
                 title = f"{_describe(source)}, {text_name}: {_TITLES[name]}"
                 write_atomically(png, png_bytes(draw(name, _table(out, name, labels.values()), title)))
-    summary = summarize({name: _table(out, name, labels.values()) for name in FIGURES}, list(labels.values()))
+    in_scope = {labels[name]: isinstance(rule, Lp) and float(rule.p) == 1 for name, rule in rules.items()}
+    summary = summarize({name: _table(out, name, labels.values()) for name in FIGURES}, in_scope)
     write_atomically(out / "summary.csv", csv_bytes(summary))
     text = as_text(summary, f"{_describe(source)}, {text_name}, L = {options.lengths[-1]}")
     write_atomically(out / "summary.md", text.encode())

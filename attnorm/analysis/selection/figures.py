@@ -77,6 +77,8 @@ def _critical(axes, table):
         points = []
         for L in lengths:
             rows = [row for row in table if row["length"] == L]
+            if math.isnan(rows[0]["is_critical"]):
+                continue
             critical = [row["num_selected"] for row in rows if row["is_critical"]]
             if bool(critical) == wanted:
                 points.append((L, critical[0] if critical else max(row["num_selected"] for row in rows)))

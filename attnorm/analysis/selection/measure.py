@@ -148,6 +148,8 @@ def critical_num_selected(study: Study) -> list[dict]:
             tests = [ks_2samp(true[:, k], expected[:, k]) for k in range(len(nums))]
             inseparable = [test.pvalue >= study.options.level for test in tests]
             critical = nums[inseparable.index(True)] if any(inseparable) else None
+            # With few heads, not even samples that do not overlap can be told apart.
+            is_open = 2 / math.comb(2 * len(true), len(true)) >= study.options.level
             for k, N in enumerate(nums):
                 table.append(
                     {
@@ -158,7 +160,7 @@ def critical_num_selected(study: Study) -> list[dict]:
                         "expected": _short(expected[:, k].mean()),
                         "statistic": _short(tests[k].statistic),
                         "p_value": _short(tests[k].pvalue),
-                        "is_critical": int(N == critical),
+                        "is_critical": math.nan if is_open else int(N == critical),
                     }
                 )
     return table
@@ -206,17 +208,19 @@ def separability(study: Study) -> list[dict]:
                     jnp.asarray(_THRESHOLDS, jnp.float32) * _sphere(of.gram)[0],
                     num_selected=nums,
                     num_dims=vectors.shape[-1],
+                    with_bounds=with_bounds,
                 )
-                for of, vectors in ((rows, x), (value_rows, values))
+                for of, vectors, with_bounds in ((rows, x, True), (value_rows, values, False))
             )
-            results[name] = of_x | {f"value_{key}": of_values[key] for key in ("precision", "recall", "f")}
+            results[name] = of_x | {f"value_{key}": value for key, value in of_values.items()}
         return results
 
     table = []
     for (normalizer, layer), result in study.over_layers(length, measure).items():
         means = {name: _row_means(study, length, values, nums) for name, values in result.items()}
-        # The bound holds at every threshold; the best is the one to state.
-        means["high"] = np.minimum(means["high"].min(-1), 1)
+        # The bound holds at every threshold; the best is the one to state. It is about x of one length.
+        high = np.minimum(means["high"].min(-1), 1)
+        means["high"] = high if options.unit_vectors else np.full_like(high, np.nan)
         for head in range(means["recall"].shape[0]):
             for k, N in enumerate(nums):
                 table.append(

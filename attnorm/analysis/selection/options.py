@@ -42,14 +42,16 @@ class Options:
         "left_out", "whether keys that a row cannot see count as keys outside, with weight 0", HIDDEN
     )
     short_rows: str = _option(
-        "dropped", "rows of at most N keys, where kept, have distance 0 and all keys separated", SHORT_ROWS
+        "dropped",
+        "rows of at most N keys; where kept, they have all keys separated and none outside",
+        SHORT_ROWS,
     )
     max_rows: int = _option(256, "rows per head, evenly spaced and with the last; 0 for all")
     num_texts: int = _option(1, "consecutive pieces of the text")
     num_draws: int = _option(
         1, "random selections per row for the expected distance, each with and without the top key"
     )
-    seed: int = _option(0, "of selections and directions")
+    seed: int = _option(0, "of selections and directions, the same for every layer and text")
     level: float = _option(
         0.01, "of the Kolmogorov-Smirnov test; the paper's text has 0.01, its algorithm 0.05"
     )

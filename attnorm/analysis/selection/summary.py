@@ -1,7 +1,7 @@
 """The paper's claims beside what was measured, and whether they hold there."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,27 +11,29 @@ _TOLERANCE = 2e-3
 _SAMPLING_ERROR = 1e-2
 
 Table = Sequence[dict]
-_NO_BOUND = "nothing is proved for negative weights, or for the norm of the sum"
+_NO_BOUND = "nothing is proved for negative weights, for the norm of the sum, or for x of several lengths"
 COLUMNS = ("figure", "normalizer", "from", "claim", "measured", "verdict")
 
 
-def summarize(tables: dict[str, Table], normalizers: Sequence[str]) -> list[dict]:
+def summarize(tables: dict[str, Table], normalizers: Mapping[str, bool]) -> list[dict]:
     """A row per claim and normaliser.
 
     Args:
       tables: of :mod:`attnorm.analysis.selection.measure`, by the name of the figure.
-      normalizers: in the order of the result.
+      normalizers: in the order of the result, each with whether the paper speaks of it: softmax alone.
 
     Returns:
-      Rows with ``figure``, ``normalizer``, ``from`` ("paper" or "ours"), ``claim``, ``measured``,
-      ``verdict``.
+      Rows with ``figure``, ``normalizer``, ``from`` ("paper", "paper's form, beyond its scope" or "ours"),
+      ``claim``, ``measured``, ``verdict``.
     """
     rows = []
     for figure, claims in _CLAIMS.items():
-        for normalizer in normalizers:
+        for normalizer, in_scope in normalizers.items():
             table = [row for row in tables[figure] if row["normalizer"] == normalizer]
             for origin, claim, judge in claims:
                 measured, holds = judge(table)
+                if origin == "paper" and not in_scope:
+                    origin = "paper's form, beyond its scope"
                 verdict = {True: "holds", False: "does not hold", None: "not judged"}[holds]
                 rows.append(
                     dict(zip(COLUMNS, (figure, normalizer, origin, claim, measured, verdict), strict=True))
@@ -109,6 +111,8 @@ def _distance_falls(table):
 
 
 def _critical(table):
+    if _unknown(table, "is_critical"):
+        return "too few heads for the level of the test", None
     shown, fractions = [], []
     for L in _values(table, "length"):
         rows = [row for row in table if row["length"] == L]
@@ -147,7 +151,9 @@ def _upper_side(key):
             return _NO_BOUND, None
         gap = max(row["recall"] - row[key] for row in table)
         above = np.mean([row["recall"] > row[key] + _TOLERANCE for row in table])
-        return f"N_s/N above it for {above:.0%} of heads and N, by up to {max(gap, 0):.3f}", gap <= _TOLERANCE
+        below_1 = np.mean([row[key] < 1 - _TOLERANCE for row in table])
+        shown = f"N_s/N above it for {above:.0%} of heads and N, by up to {max(gap, 0):.3f}"
+        return f"{shown}; it is below 1 for {below_1:.0%}", gap <= _TOLERANCE
 
     return judge
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from attnorm import get_normalizer
+from attnorm import get_normalizer, theory
 from attnorm.analysis import sources
 from attnorm.analysis.selection import measure
 from attnorm.analysis.selection.measure import Study
@@ -68,6 +68,40 @@ def test_critical_number_is_one_where_selection_changes_nothing_and_none_under_a
         assert found == critical
         assert source.passes == 2  # one per length
         assert all((row["p_value"] < 0.01) == (row["statistic"] > 0.6) for row in table)
+
+
+@pytest.mark.parametrize(("heads", "is_open"), [(4, True), (5, False)])
+def test_critical_number_is_left_open_where_so_few_heads_can_reject_nothing(heads, is_open):
+    """The smallest p-value is 2 / C(2 n, n): 1/35 for 4 heads, 1/126 for 5."""
+    source = Given(np.zeros((heads, 8, 8)), np.ones((8, 1)))
+    table = measure.critical_num_selected(study(source, {"softmax": RULES["softmax"]}, lengths=(8,)))
+    assert [math.isnan(row["is_critical"]) for row in table] == [is_open] * len(table)
+
+
+def separability_of_two_kinds_of_rows(**options):
+    """Eight pairs of opposite unit vectors. 14 rows select four pairs, whose sum is 0; 2 rows one of each."""
+    x = np.stack([np.eye(8), -np.eye(8)], axis=1).reshape(16, 8)
+    logits = np.zeros((1, 16, 16))
+    logits[:, :14, :8] = 1
+    logits[:, 14:, ::2] = 1
+    small = study(Given(logits, x), {"l2": RULES["l2"]}, lengths=(16,), num_selected=(8,), **options)
+    (row,) = measure.separability(small)
+    return row
+
+
+def test_proved_upper_side_is_the_mean_tail_and_the_share_of_rows_beyond_the_threshold():
+    row = separability_of_two_kinds_of_rows()
+    top = np.full(8, np.e / np.sqrt(8 * np.e**2 + 8))
+    floor = theory.proved_mean_distance_floor(top, radius=1.0, num_dims=8)
+    # r is the outside weight 0.12 in the first kind, and above 0.9 in the second.
+    best = theory.proved_separability_upper_bound(top, floor, radius=1.0, threshold=10**-0.5, exceeding=1 / 8)
+    assert float(best) < 0.999
+    assert row["high"] == pytest.approx(float(best), rel=1e-4)
+
+
+def test_proved_upper_side_is_left_open_for_vectors_of_several_lengths():
+    row = separability_of_two_kinds_of_rows(unit_vectors=False)
+    assert math.isnan(row["high"]) and not math.isnan(row["low"])
 
 
 def test_texts_and_lengths_that_do_not_fit_are_refused():

@@ -38,7 +38,7 @@ def true_tables():
 
 
 def verdicts(tables):
-    return {(row["figure"], row["claim"]): row["verdict"] for row in summarize(tables, ["l2"])}
+    return {(row["figure"], row["claim"]): row["verdict"] for row in summarize(tables, {"l2": False})}
 
 
 def test_claims_that_are_true():
@@ -84,7 +84,7 @@ def test_growth_and_slopes_are_fitted():
         DISTANCE | dict(length=L, expected=L / 64, expected_low=0.1, expected_high=99) for L in (64, 256)
     ]
     tables["4"] = [row | dict(difference=0.1) for row in tables["4"]]
-    rows = {row["claim"]: row for row in summarize(tables, ["l2"])}
+    rows = {row["claim"]: row for row in summarize(tables, {"l2": False})}
     growth = rows["E d̃ <= (1 + N) Σα max‖x‖: at fixed N it grows with Σα, not with L"]
     assert growth["verdict"] == "does not hold" and "L^1.00" in growth["measured"]
     assert "over its ceiling: 1.333" in growth["measured"]
@@ -93,8 +93,27 @@ def test_growth_and_slopes_are_fitted():
     assert rows["a random direction does not measure ‖J‖₂ (here: half of it or less)"]["verdict"] == "holds"
 
 
+def test_claims_are_the_papers_only_where_it_makes_them():
+    for in_scope, origin in ((True, "paper"), (False, "paper's form, beyond its scope")):
+        origins = {row["claim"]: row["from"] for row in summarize(true_tables(), {"l2": in_scope})}
+        assert origins["Theorem 2, lower side"] == origin
+        assert origins["Theorem 1.1 as proved: d̃ stays below its bound"] == "ours"
+        assert set(origins.values()) == {origin, "ours"}
+
+
+def test_a_bound_that_says_nothing_is_told():
+    tables = true_tables()
+    tables["3"] = [
+        row | dict(paper_high=0.9, high=high) for row, high in zip(tables["3"], (1.0, 0.99995), strict=True)
+    ]
+    measured = {row["claim"]: row["measured"] for row in summarize(tables, {"l2": False})}
+    assert measured["Theorem 2, upper side"].endswith("below 1 for 100%")
+    assert measured["Theorem 2, upper side as proved (for independent uniform x)"].endswith("below 1 for 0%")
+
+
 def test_what_cannot_be_judged_is_not():
     tables = true_tables()
+    tables["2c"] = [CRITICAL | dict(is_critical=math.nan)]
     tables["4"] = [row | dict(proved_bound=math.nan, spectral_bound=math.nan) for row in tables["4"][-1:]]
     tables["3"] = [row | dict(low=math.nan, high=math.nan, paper_high=math.nan) for row in tables["3"]]
     tables["2a"][1]["bound"] = math.nan
@@ -107,6 +126,7 @@ def test_what_cannot_be_judged_is_not():
     ]
     assert found["4", "‖J‖₂ <= C_p/T and g <= min(C_p/T, D_p/ε)"] == "not judged"
     assert found["4", "g grows like 1/T below T = 0.1"] == "not judged"
+    assert found["2c", "the critical N is about 0.06 L (here: from 0.03 to 0.12)"] == "not judged"
     tables = true_tables()
     tables["2b"], tables["3"] = tables["2b"][:1], tables["3"][:1]
     tables["4"] = [row | dict(spectral=0.0) for row in tables["4"]]
@@ -119,7 +139,7 @@ def test_what_cannot_be_judged_is_not():
 
 
 def test_text_is_a_table_with_every_claim():
-    summary = summarize(true_tables(), ["l2"])
+    summary = summarize(true_tables(), {"l2": False})
     text = as_text(summary, "a model").splitlines()
     assert text[0] == "a model" and len(text) == 4 + len(summary)
     assert all(line.count("|") == 7 for line in text[2:])
