@@ -3,8 +3,11 @@
 The kernels are written for Pallas' Mosaic GPU backend and the warpgroup matrix instruction, which Hopper alone has
 (H100, H200, GH200). They take bfloat16 and float16: that instruction would round float32 to 11 bits. Other cards
 (T4, L4, A100, Blackwell), float32, head dims above 256 and dropout are not served; the automatic choice then takes
-``chunked``, as it does for normalisers that need more than their three functions. Where there is a bias, the output
+``chunked``, or ``reference`` for normalisers that ``chunked`` does not serve either. Where there is a bias, the output
 comes from the kernel and the gradients from ``chunked``, by its own forward pass.
+
+A NaN or inf that a query may see makes its output and log-norm NaN, but the query then adds nothing to the gradients of
+keys and values, which may stay finite: look for NaN in the output, not in these gradients.
 
 Registers and shared memory fix the block sizes; of :class:`attnorm.kernels.Config`, ``interpret`` is heeded. The
 interpreter runs a thread per warpgroup, which wait for each other: XLA needs more threads than a small machine has
