@@ -105,9 +105,9 @@ def partial_attend(
     """The row state over these keys only, (B, T, N, ...), to be merged with that over others. Not differentiable.
 
     Raises:
-      ValueError: a normaliser that depends on the number of keys, which these are not all of.
+      ValueError: a normaliser that depends on the number of keys, where ``visibility.num_visible`` is not given.
     """
-    if "count" in normalizer.needs:
+    if "count" in normalizer.needs and visibility.num_visible is None:
         raise ValueError(f"normalizer {normalizer} depends on the number of all keys, got a part of them")
     sizes = sizes_of(query, key, block_sizes)
     static = Static(sizes, scale, logits_soft_cap, precision)

@@ -31,6 +31,9 @@ class Visibility:
 
     Band: ``i + offset - left <= j <= i + offset + right``; None is unbounded, causal attention has right = 0.
     Letters: B batch, N query heads, T queries, S keys. ``mask`` has shape (1|B, 1|N, 1|T, 1|S).
+
+    Where the keys are a part of those that the queries see, ``first_key`` is the position of the first of them and
+    ``num_visible`` how many of all keys each query sees: rules may ask. Keys are hidden by the other fields alone.
     """
 
     num_queries: int = field(metadata=dict(static=True))
@@ -43,6 +46,8 @@ class Visibility:
     query_segment_ids: Int[Array, "B T"] | None = None
     key_segment_ids: Int[Array, "B S"] | None = None
     mask: Bool[Array, "b n t s"] | None = None
+    first_key: Int[Array, ""] | Int[Array, "B"] | None = None
+    num_visible: Int[Array, "b n T"] | None = None
 
     def padded(self, num_queries: int, num_keys: int) -> Visibility:
         """The same restrictions, with arrays long enough to cut tiles up to these lengths."""
@@ -100,6 +105,8 @@ class Visibility:
 
     def counts(self) -> Int[Array, "b n T"]:
         """How many keys each query sees. Dimensions b, n are 1 or full. Never O(T S) memory."""
+        if self.num_visible is not None:
+            return self.num_visible
         if self.mask is None and self.query_segment_ids is None:
             return self._counts_in_band()
         size = min(self.num_queries, _COUNTED_AT_ONCE)

@@ -12,11 +12,11 @@ from attnorm.normalizers.rule import Normalizer, Place
 def dense_place(normalizer: Normalizer, visibility: Visibility, dtype) -> Place:
     """Of all logits (B, N, T, S)."""
     counts = visibility.counts()[..., None] if "count" in normalizer.needs else None
-    offset = _offset(visibility)
+    first_key = _per_batch(visibility.first_key)
     return place_of(
         normalizer,
-        offset + _iota(visibility.num_queries, 2),
-        _iota(visibility.num_keys, 3),
+        first_key + _per_batch(visibility.offset) + _iota(visibility.num_queries, 2),
+        first_key + _iota(visibility.num_keys, 3),
         counts,
         dtype,
     )
@@ -34,12 +34,14 @@ def place_of(normalizer: Normalizer, position, key, counts, dtype) -> Place:
 
 def tile_place(normalizer, visibility, counts, i_start, i_size, j_start, j_size, dtype) -> Place:
     """Of one tile of queries and keys, (b, 1, 1, i, j); ``counts`` (b, k, g, i, 1) are the tile's own."""
-    position = _offset(visibility)[:, None] + i_start + _iota(i_size, 3, 5)
-    return place_of(normalizer, position, j_start + _iota(j_size, 4, 5), counts, dtype)
+    first_key = _per_batch(visibility.first_key)[:, None]
+    position = first_key + _per_batch(visibility.offset)[:, None] + i_start + _iota(i_size, 3, 5)
+    return place_of(normalizer, position, first_key + j_start + _iota(j_size, 4, 5), counts, dtype)
 
 
-def _offset(visibility):
-    return jnp.reshape(0 if visibility.offset is None else visibility.offset, (-1, 1, 1, 1))
+def _per_batch(x):
+    """A scalar, or one value per batch entry, 0 where None, against (B, N, T, S)."""
+    return jnp.reshape(0 if x is None else x, (-1, 1, 1, 1))
 
 
 def _iota(size, axis, rank=4):
