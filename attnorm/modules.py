@@ -76,7 +76,7 @@ class NormalizedAttention(nnx.Module):
         implementation: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
-        self.family = _Family.of(normalizer, parameters, learned)
+        self.family = NormalizerFamily.of(normalizer, parameters, learned)
         self.dropout_rate = dropout_rate
         self.implementation = implementation
         heads, head_dim = _heads(
@@ -179,7 +179,7 @@ class LinenNormalizedAttention(linen.Module):
         **options: Any,
     ) -> Float[Array, "B T D"] | Float[Array, "T D"]:
         """As of :class:`NormalizedAttention`."""
-        family = _Family.of(self.normalizer, self.parameters, self.learned)
+        family = NormalizerFamily.of(self.normalizer, self.parameters, self.learned)
         heads, head_dim = _heads(
             self.num_heads,
             self.num_key_value_heads,
@@ -223,7 +223,7 @@ class LinenNormalizedAttention(linen.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Family:
+class NormalizerFamily:
     """A normaliser whose parameters are partly fixed and partly learned."""
 
     name: str
@@ -255,7 +255,7 @@ class _Family:
                     raise ValueError(
                         f"parameters: {parameter}: {error}; without {parameter!r} in learned it stays there"
                     ) from error
-        return _Family(
+        return NormalizerFamily(
             name, tuple(parameters.items()), tuple((parameter, can_learn[parameter]) for parameter in chosen)
         )
 

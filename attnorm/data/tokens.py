@@ -82,6 +82,11 @@ def require_no_tokens(folder: Path) -> None:
             raise TokensError(f"{path} exists already and would be overwritten")
 
 
+def is_token_folder(folder: Path) -> bool:
+    """Whether a folder holds tokens, complete or not."""
+    return any((folder / name).is_file() for name in (_STREAM, _FACTS))
+
+
 def open_tokens(folder: Path, tokenizer: Tokenizer) -> Int[np.ndarray, "S"]:
     """The stream of a token folder, mapped into memory.
 

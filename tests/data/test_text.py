@@ -158,7 +158,7 @@ def test_corpora(tmp_path):
     assert load_corpus(tmp_path) == {"b.txt": "b.txt", "part/a.txt": "part/a.txt"}
     assert load_corpus(tmp_path / "notes.md") == {"notes.md": "notes.md"}
     with pytest.raises(
-        TextError, match="one of python_source, python_manual, or a file or folder, got python_code"
+        TextError, match="one of python_source, python_manual, bible, or a file or folder, got python_code"
     ):
         load_corpus("python_code")
     (tmp_path / "bad.txt").write_bytes(b"\xff")
