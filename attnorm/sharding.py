@@ -42,7 +42,7 @@ def sharded(
     >>> attention(query, key, value, is_causal=True).shape
     (2, 8, 4, 16)
     """
-    batch_axes, head_axes = _as_tuple(batch_axes), _as_tuple(head_axes)
+    batch_axes, head_axes = as_tuple(batch_axes), as_tuple(head_axes)
     for axis in batch_axes + head_axes:
         if axis not in mesh.axis_names:
             raise ValueError(f"mesh has axes {mesh.axis_names}, got {axis!r}")
@@ -78,7 +78,7 @@ def explicit_axes(
             raise ValueError(f"query must be sharded along batch and heads only, got {name} over {axes!r}")
     if batch is None and heads is None:
         return None
-    return sharding.mesh, _as_tuple(batch), _as_tuple(heads)
+    return sharding.mesh, as_tuple(batch), as_tuple(heads)
 
 
 def is_partitioned_automatically(query: jax.Array) -> bool:
@@ -136,10 +136,10 @@ def _arrays(named, specs):
 def _call(attention, named, mesh, batch_axes, head_axes, manual, returns_weights=False):
     query, key = jnp.asarray(named["query"]), jnp.asarray(named["key"])
     if query.ndim in (3, 4) and key.ndim == query.ndim:
-        _check_division("query batch size B", query.shape[0] if query.ndim == 4 else 1, batch_axes, mesh)
-        _check_division("query heads N", query.shape[-2], head_axes, mesh)
+        check_division("query batch size B", query.shape[0] if query.ndim == 4 else 1, batch_axes, mesh)
+        check_division("query heads N", query.shape[-2], head_axes, mesh)
         if key.shape[-2] != 1:
-            _check_division("key heads K", key.shape[-2], head_axes, mesh)
+            check_division("key heads K", key.shape[-2], head_axes, mesh)
     specs = _specs(named, batch_axes, head_axes)
     arrays = _arrays(named, specs)
     constants = {name: value for name, value in named.items() if name not in specs}
@@ -198,13 +198,13 @@ def _aligned(rank, axes):
     return ((None,) * rank + axes)[-rank:] if rank else ()
 
 
-def _check_division(name, size, axes, mesh):
+def check_division(name, size, axes, mesh):
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if size % parts:
         raise ValueError(f"{name} must be a multiple of {parts}, the size of mesh axes {axes}, got {size}")
 
 
-def _as_tuple(axes: Axes) -> tuple[str, ...]:
+def as_tuple(axes: Axes) -> tuple[str, ...]:
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)

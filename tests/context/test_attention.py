@@ -1,0 +1,92 @@
+"""Attention over a split sequence: the same values and gradients as on one device, and what is refused."""
+
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import attnorm
+from attnorm.context import attention as context_attention
+from attnorm.context import unzigzag, zigzag
+from tests.context.grid import CASES
+
+# One compilation each; among them are both variants and orders, and every axis of the mesh.
+FAST = ["causal:2x2x2", "window:1x8x1", "gathered:1x4x2"]
+SHAPES = ("1x2x1", "1x8x1", "1x4x2", "1x8x1")
+SLOW = [f"{name}:{shape}" for name, shape in zip(CASES, itertools.cycle(SHAPES), strict=False)]
+SLOW += [f"causal:1x{count}x1" for count in (1, 2, 4, 8)]
+
+
+def test_some_cases_match_the_oracle(on_devices):
+    assert on_devices(8, "-m", "tests.context.grid", *FAST).count("ok") == len(FAST)
+
+
+@pytest.mark.slow
+def test_every_case_matches_the_oracle(on_devices):
+    assert on_devices(8, "-m", "tests.context.grid", *SLOW).count("ok") == len(SLOW)
+
+
+MESH = AbstractMesh((2, 8), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+ROW = np.zeros((2, 32, 2, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "error, options, fragments",
+    [
+        (TypeError, {"mesh": 8}, ["mesh", "Mesh", "8"]),
+        (ValueError, {"context_axis": "ring"}, ["context_axis", "'data', 'context'", "'ring'"]),
+        (ValueError, {"batch_axes": "fsdp"}, ["batch_axes", "'data', 'context'", "'fsdp'"]),
+        (ValueError, {"head_axes": "context"}, ["head_axes", "different", "'context'"]),
+        (ValueError, {"variant": "tree"}, ["variant", "ring", "all_gather", "'tree'"]),
+        (ValueError, {"order": "random"}, ["order", "ordinary", "zigzag", "'random'"]),
+        (ValueError, {"query": ROW[:, :7]}, ["query", "8 devices", "'context'", "T = 7"]),
+        (
+            ValueError,
+            {"query": ROW[:, :24], "order": "zigzag"},
+            ["query length T", "multiple of 2 n = 16", "24"],
+        ),
+        (ValueError, {"key": ROW[:, :0], "value": ROW[:, :0]}, ["value", "size 0", "(2, 0, 2, 4)"]),
+        (
+            ValueError,
+            {"batch_axes": "data", **dict.fromkeys(("query", "key", "value"), ROW[:1])},
+            ["B", "2", "1"],
+        ),
+        (ValueError, {"normalizer": "sigmoid", "return_log_norm": True}, ["return_log_norm", "Sigmoid"]),
+        (NotImplementedError, {"normalizer": "entmax15"}, ["ring", "level", "all_gather"]),
+        (NotImplementedError, {"implementation": "reference"}, ["ring", "chunked", "'reference'"]),
+        (NotImplementedError, {"implementation": "pallas_tpu", "normalizer": "alibi"}, ["pallas_tpu", "map"]),
+    ],
+)
+def test_what_is_refused_is_named(error, options, fragments):
+    options = {"query": ROW, "key": ROW, "value": ROW, "mesh": MESH} | options
+    with pytest.raises(error) as raised:
+        jax.eval_shape(lambda: attnorm.ring_attention(**options))
+    assert all(fragment in str(raised.value) for fragment in fragments), raised.value
+
+
+def test_padding_is_told_once(caplog):
+    context_attention._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            jax.eval_shape(lambda: attnorm.ring_attention(*[ROW[:, :31]] * 3, mesh=MESH))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name}: length 31 is padded to 32, a multiple of 8 blocks of devices" for name in ("query", "key")
+    ]
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 4])
+def test_each_device_has_the_same_causal_work_in_zigzag_order(num_devices):
+    """The pairs under the causal mask, of the positions that a device holds."""
+    positions = zigzag(jnp.arange(8 * num_devices), num_devices, axis=0).reshape(num_devices, -1)
+    assert np.unique(np.sum(np.asarray(positions) + 1, axis=1)).size == 1
+    x = np.arange(3 * 8 * num_devices * 2).reshape(3, -1, 2)
+    np.testing.assert_array_equal(unzigzag(zigzag(x, num_devices), num_devices), x)
+
+
+def test_a_length_without_a_zigzag_order_is_refused():
+    with pytest.raises(ValueError, match="2 \\* num_devices = 8 divides, got 12 along axis 1"):
+        zigzag(np.zeros((1, 12)), 4)
