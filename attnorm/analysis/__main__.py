@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "norm_scaling_equal_logits.png into DIR; files of these names there are replaced.",
     )
     norm_scaling.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="folder, made if missing"
+        "--out", metavar="DIR", type=_folder, required=True, help="folder, made if missing"
     )
     norm_scaling.set_defaults(run=lambda options: _norm_scaling(options.out))
 
@@ -29,8 +29,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the figure and the table of a counting run, from its results.csv",
         description="Reads WORKDIR/results.csv, prints its table, and replaces WORKDIR/length_generalization.png.",
     )
-    length_generalization.add_argument("workdir", metavar="WORKDIR", type=Path)
+    length_generalization.add_argument("workdir", metavar="WORKDIR", type=_folder)
     length_generalization.set_defaults(run=lambda options: _length_generalization(options.workdir))
+
+    extrapolation = commands.add_parser(
+        "extrapolation",
+        help="the loss of language models by position, within and beyond the trained length, of several runs",
+        description="Reads finished runs of train.py with language models that differ in their attention alone, "
+        "prints their table, and writes extrapolation.csv, extrapolation.png, training_loss.csv and "
+        "training_loss.png into DIR; files of these names there are replaced.",
+    )
+    extrapolation.add_argument("workdirs", metavar="RUN", type=_folder, nargs="+", help="workdir of train.py")
+    extrapolation.add_argument(
+        "--out", metavar="DIR", type=_folder, required=True, help="folder, made if missing"
+    )
+    extrapolation.set_defaults(run=lambda options: _extrapolation(options.workdirs, options.out))
 
     _add_selection(
         commands.add_parser(
@@ -74,7 +87,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", metavar="FILE", type=Path, help="UTF-8; without it, the model's own examples"
     )
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder, made if missing")
+    parser.add_argument("--out", metavar="DIR", type=_folder, required=True, help="folder, made if missing")
     parser.add_argument(
         "--normalizer",
         metavar="NAME",
@@ -96,6 +109,12 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         else:
             parser.add_argument(flag, type=type(values), **keywords)
     parser.set_defaults(run=_selection)
+
+
+def _folder(text: str) -> Path:
+    if not text:  # Path("") is the current folder
+        raise argparse.ArgumentTypeError("must be a folder, got an empty name")
+    return Path(text)
 
 
 class _InputError(Exception):
@@ -124,6 +143,17 @@ def _length_generalization(workdir: Path) -> list[Path]:
     figure = workdir / "length_generalization.png"
     draw(results, figure)
     return [figure]
+
+
+def _extrapolation(workdirs: Sequence[Path], out: Path) -> list[Path]:
+    from attnorm.analysis.extrapolation import RunError, write
+
+    try:
+        files, table = write(workdirs, out)
+    except RunError as error:
+        raise _InputError(error) from error
+    print(table)
+    return files
 
 
 def _selection(options: argparse.Namespace) -> list[Path]:

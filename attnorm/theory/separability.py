@@ -100,8 +100,8 @@ def proved_distance_ceiling(
     [1. 1. 1.]
     """
     _check_sphere(radius, min_distance)
-    squares = jnp.sum(weights**2) - weights**2
-    pairs = jnp.maximum((jnp.sum(weights) - weights) ** 2 - squares, 0)
+    squares = _sum_of_others(weights**2)
+    pairs = jnp.maximum(_sum_of_others(weights) ** 2 - squares, 0)
     return jnp.sqrt(jnp.maximum(radius**2 * squares + (radius**2 - min_distance**2 / 2) * pairs, 0))
 
 
@@ -156,8 +156,7 @@ def proved_mean_distance_floor(
     """
     check_positive("radius", radius)
     check("num_dims", num_dims, "at least 1", lambda d: d >= 1)
-    squares = jnp.maximum(jnp.sum(weights**2) - weights**2, 0)
-    return radius * jnp.sqrt(squares / (1 + 2 / num_dims))
+    return radius * jnp.sqrt(_sum_of_others(weights**2) / (1 + 2 / num_dims))
 
 
 def proved_separability_upper_bound(
@@ -199,10 +198,10 @@ def proved_separability_upper_bound(
     check("threshold", threshold, "at least 0", lambda t: t >= 0)
     check("exceeding", exceeding, "a probability", lambda q: 0 <= q <= 1)
     gap = jnp.maximum(mean_distances - threshold, 0)
-    largest = radius * jnp.maximum(jnp.sum(weights) - weights, 0)
+    largest = radius * _sum_of_others(weights)
     tail = _tail(2 * gap**2, largest**2)
     if independent:
-        squares = jnp.maximum(jnp.sum(weights**2) - weights**2, 0)
+        squares = _sum_of_others(weights**2)
         tail = jnp.minimum(tail, _tail(gap**2, 2 * radius**2 * squares))
     return jnp.mean(tail) + exceeding
 
@@ -222,6 +221,14 @@ def paper_head_coverage(separability: float, num_heads: int) -> Float[Array, ""]
     check("separability", separability, "from 0 to 1", lambda p: 0 <= p <= 1)
     check("num_heads", num_heads, "at least 1", lambda H: H >= 1)
     return 1 - (1 - separability) ** num_heads
+
+
+def _sum_of_others(x):
+    """Σ_(j≠i) x_j for every i. In ``Σ x - x_i`` an x_i that is nearly all of the sum leaves only rounding errors."""
+    zero = jnp.zeros_like(x[:1])
+    before = jnp.cumsum(jnp.concatenate([zero, x[:-1]]))
+    after = jnp.cumsum(jnp.concatenate([zero, x[:0:-1]]))[::-1]
+    return before + after
 
 
 def _tail(numerator, denominator):

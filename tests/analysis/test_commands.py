@@ -63,6 +63,15 @@ def test_files_that_cannot_be_used_are_named(tmp_path, capsys, monkeypatch, rais
     assert capsys.readouterr().err == f"error: cannot {message}\n"
 
 
+@pytest.mark.parametrize("arguments", (["norm-scaling"], ["selection", "--model", "synthetic"]))
+def test_a_folder_without_a_name_is_refused(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main([*arguments, "--out", ""])
+    assert "argument --out: must be a folder, got an empty name" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_that_there_is_no_room_for_are_named(tmp_path):
     file = tmp_path / "table.csv"
     file.write_text("old")

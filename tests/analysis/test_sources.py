@@ -233,6 +233,26 @@ def test_unknown_models(tmp_path, monkeypatch):
         sources.load("minilm")
 
 
+def test_names_that_are_spelt_wrong_are_answered_with_those_that_are_meant(tmp_path, monkeypatch):
+    def not_there(model):
+        raise CheckpointError(f"{model} is not on the hub")
+
+    monkeypatch.setattr("attnorm.models.pretrained.checkpoint._download", not_there)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "counting").mkdir(parents=True)
+    for model, meant in (
+        ("minilmm", "minilm"),
+        ("sinthetic", "synthetic"),
+        ("runs/countng", "runs/counting"),
+        ("runs/countng@l2/seed0", "runs/counting"),
+    ):
+        with pytest.raises(CheckpointError, match=f"is not on the hub\nDid you mean '{meant}'\\?$"):
+            sources.load(model)
+    for model in ("gpt2", "openai-community/gpt2"):
+        with pytest.raises(CheckpointError, match="is not on the hub$"):
+            sources.load(model)
+
+
 @pytest.mark.slow
 def test_minilm_knows_what_sentences_mean():
     """Weights in wrong places would not."""

@@ -200,6 +200,21 @@ def test_mean_distance_floor(num_dims):
     np.testing.assert_allclose(floor, np.sqrt(squares / (1 + 2 / num_dims)), rtol=0.05, atol=1e-8)
 
 
+def test_one_weight_that_dwarfs_the_others_leaves_them_their_digits():
+    """Also in single precision: a floor made of rounding errors could lie above the mean distance."""
+    weights = np.array([0.9, 3e-5, 1e-5, 2e-6])
+
+    def bounds(dtype):
+        w = jnp.asarray(weights, dtype)
+        floor = theory.proved_mean_distance_floor(w, radius=1.0, num_dims=3)
+        ceiling = theory.proved_distance_ceiling(w, radius=1.0, min_distance=0.5)
+        return floor, ceiling, theory.proved_separability_upper_bound(w, floor, radius=1.0, threshold=1e-5)
+
+    for single, double in zip(bounds(jnp.float32), bounds(jnp.float64), strict=True):
+        assert single.dtype == jnp.float32
+        np.testing.assert_allclose(single, double, rtol=1e-5)
+
+
 def test_coverage_of_heads():
     """The closed form is the mean over independent heads."""
     hits = np.random.default_rng(4).uniform(size=(200_000, 3)) < 0.8

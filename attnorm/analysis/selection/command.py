@@ -23,6 +23,7 @@ from attnorm.normalizers.lp import Lp
 from attnorm.normalizers.spec import parse_normalizer
 
 SETTINGS = "settings.json"
+_VERSION = 2  # raised where the same settings no longer give the same tables
 # Name in file names and tables -> the measurement, and how many passes over the texts it takes.
 _MEASUREMENTS: Mapping[str, tuple[Callable[[measure.Study], list[dict]], Callable[[Options], int]]] = {
     "2a": (measure.distance_by_length, lambda options: len(options.lengths)),
@@ -73,6 +74,7 @@ def run(
     """
     study = measure.Study(source, texts, rules, options)
     settings = {
+        "version": _VERSION,
         "model": model,
         "text": text_name,
         "tokens": hashlib.sha256(np.ascontiguousarray(texts, np.int64).tobytes()).hexdigest()[:16],

@@ -63,15 +63,18 @@ class Study:
         if np.shape(self.texts) != wanted:
             raise ValueError(f"texts must have shape {wanted}, got {np.shape(self.texts)}")
 
-    def over_layers(self, length: int, measure: Callable[[Attention], Mapping[str, dict]]) -> dict:
+    def over_layers(self, length: int, measure: Callable[[Attention, int], Mapping[str, dict]]) -> dict:
         """``measure``, a result per normaliser, on every layer and text; by (normaliser, layer).
+
+        It is given the attention and a seed of its own, so that no two layers or texts share their luck.
 
         Results are arrays (N, R, ...); the rows of the next text go behind those of the one before.
         """
         found: dict = {}
-        for text in self.texts:
+        for number, text in enumerate(self.texts):
             for attention in attentions(self.source, text[:length]):
-                for name, result in measure(attention).items():
+                seed = _own_seed(self.options.seed, number, attention.layer)
+                for name, result in measure(attention, seed).items():
                     result = {key: np.asarray(value) for key, value in result.items()}
                     found.setdefault((name, attention.layer), []).append(result)
             self.tick()
@@ -104,7 +107,9 @@ def distance_by_num_selected(study: Study) -> list[dict]:
 def _distances(study, length, nums):
     # Nothing is proved here about the norm of the sum.
     with_bounds = study.options.aggregate == "norms"
-    found = study.over_layers(length, lambda attention: _distance_rows(study, attention, nums, with_bounds))
+    found = study.over_layers(
+        length, lambda attention, seed: _distance_rows(study, attention, seed, nums, with_bounds)
+    )
     table = []
     for (normalizer, layer), result in found.items():
         means = {name: _row_means(study, length, values, nums) for name, values in result.items()}
@@ -132,7 +137,7 @@ def critical_num_selected(study: Study) -> list[dict]:
         nums = tuple(sorted({round(N) for N in np.geomspace(1, most, _NUM_CRITICAL)}))
         found = study.over_layers(
             length,
-            lambda attention, nums=nums: _distance_rows(study, attention, nums, False),
+            lambda attention, seed, nums=nums: _distance_rows(study, attention, seed, nums, False),
         )
         for normalizer in study.normalizers:
             true, expected = (
@@ -166,7 +171,7 @@ def critical_num_selected(study: Study) -> list[dict]:
     return table
 
 
-def _distance_rows(study, attention, nums, with_bounds):
+def _distance_rows(study, attention, seed, nums, with_bounds):
     options = study.options
     rows = rows_of(
         attention,
@@ -174,7 +179,7 @@ def _distance_rows(study, attention, nums, with_bounds):
         options.max_rows,
         options.hidden,
     )
-    ranks = random_ranks(rows.counted, options.num_draws, options.seed)
+    ranks = random_ranks(rows.counted, options.num_draws, seed)
     return {
         name: distance_rows(
             normalizer,
@@ -193,7 +198,7 @@ def separability(study: Study) -> list[dict]:
     options, length = study.options, study.options.lengths[-1]
     nums = options.num_selected
 
-    def measure(attention):
+    def measure(attention, _):
         x = vectors_of(attention, options.vectors, options.unit_vectors)
         rows = rows_of(attention, x, options.max_rows, options.hidden)
         values = vectors_of(attention, "values", unit=False)
@@ -240,7 +245,7 @@ def gradients(study: Study) -> list[dict]:
     """Figure 4: g(T, ε) and the norms of the Jacobian against the temperature, extremes over heads."""
     options, length = study.options, study.options.lengths[-1]
 
-    def measure(attention):
+    def measure(attention, seed):
         chosen = evenly_spaced(length, options.max_gradient_rows)
         visible = (
             jnp.arange(length) <= chosen[:, None]
@@ -256,7 +261,7 @@ def gradients(study: Study) -> list[dict]:
                 jnp.asarray(chosen),
                 temperatures=options.temperatures,
                 steps=options.steps,
-                seed=options.seed,
+                seed=seed,
             )
             for name, normalizer in study.normalizers.items()
         }
@@ -268,7 +273,8 @@ def gradients(study: Study) -> list[dict]:
         of_heads = {key: np.concatenate([result[key] for result in heads]) for key in heads[0]}
         p = _power(rule)
         for q, temperature in enumerate(options.temperatures):
-            spectral = of_heads["spectral"][:, :, q]
+            spectral, responses = (of_heads[key][:, :, q].mean(1) for key in ("spectral", "mean_response"))
+            ratios = responses[spectral > 0] / spectral[spectral > 0]
             for e, step in enumerate(options.steps):
                 difference = of_heads["difference"][:, :, q, e]
                 bounds = {"proved_bound": math.nan, "spectral_bound": math.nan}
@@ -287,9 +293,10 @@ def gradients(study: Study) -> list[dict]:
                         "difference": _short(difference.mean(1).max()),
                         "difference_median": _short(np.median(difference.mean(1))),
                         "difference_largest": _short(difference.max()),
-                        "mean_response": _short(of_heads["mean_response"][:, :, q].mean(1).max()),
-                        "spectral": _short(spectral.mean(1).max()),
-                        "spectral_largest": _short(spectral.max()),
+                        "mean_response": _short(responses.max()),
+                        "response_ratio": _short(np.median(ratios)) if len(ratios) else math.nan,
+                        "spectral": _short(spectral.max()),
+                        "spectral_largest": _short(of_heads["spectral"][:, :, q].max()),
                         "direction_keys": _short(np.median(of_heads["direction_keys"][:, :, q])),
                         "paper_bound": _short(theory.paper_gradient_bound(temperature)),
                         **{name: _short(bound) for name, bound in bounds.items()},
@@ -302,7 +309,7 @@ def heads(study: Study) -> list[dict]:
     """Entropy, effective keys, sink mass, weight norm and output variance, per head; means over rows."""
     options, length = study.options, study.options.lengths[-1]
 
-    def measure(attention):
+    def measure(attention, _):
         rows = rows_of(attention, jnp.zeros((1, length, 1)), options.max_rows, options.hidden)
         return {
             name: _head_rows(normalizer, rows, attention.values)
@@ -351,6 +358,11 @@ def _sphere(gram):
     squares = jnp.diagonal(gram, axis1=-2, axis2=-1)
     pairs = squares[:, :, None] + squares[:, None] - 2 * gram + jnp.where(jnp.eye(gram.shape[-1]), jnp.inf, 0)
     return jnp.sqrt(jnp.max(squares)), jnp.sqrt(jnp.maximum(jnp.min(pairs), 0))
+
+
+def _own_seed(seed: int, text: int, layer: int) -> int:
+    """Of one layer on one text."""
+    return int(np.random.SeedSequence((seed, text, layer)).generate_state(1)[0])
 
 
 def _power(rule: Normalizer) -> float | None:

@@ -51,7 +51,7 @@ class Options:
     num_draws: int = _option(
         1, "random selections per row for the expected distance, each with and without the top key"
     )
-    seed: int = _option(0, "of selections and directions, the same for every layer and text")
+    seed: int = _option(0, "of selections and directions; every layer and text has draws of its own")
     level: float = _option(
         0.01, "of the Kolmogorov-Smirnov test; the paper's text has 0.01, its algorithm 0.05"
     )

@@ -15,7 +15,7 @@ SEPARABILITY = dict(
     normalizer="l2", num_selected=1, recall=1.0, low=0.1, paper_high=1.0, high=1.0
 )  # fmt: skip
 GRADIENT = dict(
-    normalizer="l2", step=1e-3, temperature=1.0, difference=0.1, difference_largest=0.2, mean_response=0.1,
+    normalizer="l2", step=1e-3, temperature=1.0, difference=0.1, difference_largest=0.2, response_ratio=0.3,
     spectral=0.3, spectral_largest=0.2, paper_bound=0.25, proved_bound=0.7, spectral_bound=0.7,
 )  # fmt: skip
 
@@ -90,7 +90,10 @@ def test_growth_and_slopes_are_fitted():
     assert "over its ceiling: 1.333" in growth["measured"]
     flat = rows["g grows like 1/T below T = 0.1"]
     assert flat["verdict"] == "does not hold" and "T^" in flat["measured"]
-    assert rows["a random direction does not measure ‖J‖₂ (here: half of it or less)"]["verdict"] == "holds"
+    direction = "a random direction does not measure ‖J‖₂ (here: half of it or less)"
+    assert rows[direction]["verdict"] == "holds" and rows[direction]["measured"].endswith("down to 0.300")
+    tables["4"] = [row | dict(response_ratio=0.6) for row in tables["4"]]
+    assert verdicts(tables)["4", direction] == "does not hold"
 
 
 def test_claims_are_the_papers_only_where_it_makes_them():
@@ -129,7 +132,7 @@ def test_what_cannot_be_judged_is_not():
     assert found["2c", "the critical N is about 0.06 L (here: from 0.03 to 0.12)"] == "not judged"
     tables = true_tables()
     tables["2b"], tables["3"] = tables["2b"][:1], tables["3"][:1]
-    tables["4"] = [row | dict(spectral=0.0) for row in tables["4"]]
+    tables["4"] = [row | dict(response_ratio=math.nan) for row in tables["4"]]
     found = verdicts(tables)
     assert found["2b", "d̃ collapses as N grows at fixed L"] == "not judged"
     assert found["3", "N_s/N falls until N ≈ 16 and then stays in 0.70-0.85"] == "not judged"
