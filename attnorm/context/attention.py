@@ -27,6 +27,7 @@ from attnorm.tiling import round_up
 _log = logging.getLogger(__name__)
 # What a ring computes with: implementations that give partial results, and their gradients.
 _TILES = {"chunked": chunked, "pallas_tpu": tpu}
+_WITHOUT_PARTS = ("reference", "pallas_gpu")
 _VARIANTS = ("ring", "all_gather")
 _ORDERS = ("ordinary", "zigzag")
 
@@ -213,6 +214,10 @@ def _checked_implementations(implementation, normalizer):
     if implementation is None:
         return ("pallas_tpu", "chunked") if jax.default_backend() == "tpu" else ("chunked",)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    for name in names:
+        if name not in (*_TILES, *_WITHOUT_PARTS):
+            known = [*_TILES, *_WITHOUT_PARTS]
+            raise ValueError(f"implementation must be one of {known}, got {name!r}")
     if not set(names) & set(_TILES):
         raise NotImplementedError(
             f"variant 'ring': implementation must be one of {list(_TILES)}, those that give partial results, got "

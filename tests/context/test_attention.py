@@ -57,6 +57,7 @@ ROW = np.zeros((2, 32, 2, 4), np.float32)
         ),
         (ValueError, {"normalizer": "sigmoid", "return_log_norm": True}, ["return_log_norm", "Sigmoid"]),
         (NotImplementedError, {"normalizer": "entmax15"}, ["ring", "level", "all_gather"]),
+        (ValueError, {"implementation": ("chunked", "xla")}, ["implementation", "pallas_tpu", "'xla'"]),
         (NotImplementedError, {"implementation": "reference"}, ["ring", "chunked", "'reference'"]),
         (NotImplementedError, {"implementation": "pallas_tpu", "normalizer": "alibi"}, ["pallas_tpu", "map"]),
     ],

@@ -1,0 +1,122 @@
+"""The report on sequences that are split over devices, and how it reads a compiled program."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from attnorm.bench import context
+from attnorm.bench.__main__ import main
+from attnorm.bench.collectives import Collective, collectives
+
+# Keys go round in a loop of seven steps: beside a kernel in the first, and waited for in the second.
+LOOP = """
+HloModule jit_f, is_scheduled=true
+
+%branch (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0:T(8,128)} parameter(0)
+  ROOT %k = f32[8,4]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="x(y)"}
+}
+
+%body (arg: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %arg = (s32[], bf16[8,4]{1,0}) parameter(0)
+  %start.1 = (bf16[8,4]{1,0:T(8,128)(2,1)}, bf16[8,4]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) collective-permute-start(%x)
+  %cond.1 = f32[8,4]{1,0} conditional(%i, %x, %x), branch_computations={%branch, %other}
+  %done.1 = bf16[8,4]{1,0} collective-permute-done(%start.1)
+  %start.12 = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[]) collective-permute-start(%y)
+  %add.1 = f32[8,4]{1,0} add(%x, %x)
+  %done.12 = bf16[8,4]{1,0} collective-permute-done(%start.12)
+  ROOT %out = (s32[], bf16[8,4]{1,0}) tuple(%i, %done.1)
+}
+
+ENTRY %main (q: bf16[8,4]) -> f32[] {
+  %gathered = bf16[32,4]{1,0} all-gather(%q), dimensions={0}
+  %loop = (s32[], bf16[8,4]{1,0}) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  ROOT %sum = f32[] all-reduce(%z), to_apply=%add
+}
+"""
+
+
+def test_collectives_are_counted_by_loops_and_seen_beside_work():
+    assert collectives(LOOP, "tpu_custom_call") == [
+        Collective("all-gather", bytes=256, times=1, is_in_loop=False, is_overlapped=None),
+        Collective("collective-permute", bytes=64, times=7, is_in_loop=True, is_overlapped=True),
+        Collective("collective-permute", bytes=64, times=7, is_in_loop=True, is_overlapped=False),
+        Collective("all-reduce", bytes=4, times=1, is_in_loop=False, is_overlapped=None),
+    ]
+
+
+def test_a_program_that_waits_or_gathers_is_a_failure():
+    sent = dict(
+        sent_bytes={"collective-permute": 8, "all-gather": 1}, largest_bytes=5000, overlapped_in_loops=[1, 3]
+    )
+    faults = context._faults("ring", sent, length=1)
+    assert faults == [
+        "sends 5000 bytes at once, all keys in float32 have 1024",
+        "has all-gather",
+        "waits for 2 of the 3 transfers in loops",
+    ]
+    assert context._faults("all_gather", sent, length=1) == faults[:1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--context", "0"], "--context: a positive whole number is wanted, got '0'"),
+        (["--context", "2", "--device", "gpu"], "--context: has no meaning with --device"),
+        (["--context", "2", "--static-cycles", "v5e"], "--context: has no meaning with --static-cycles"),
+        (["--context", "2", "--rounds", "3"], "--rounds: has no meaning with --context"),
+        (["--context", "2", "--lengths", "8", "16"], "--lengths: one is wanted with --context"),
+        (["--context", "2", "--topology", "v5e:2x2"], "--topology: has no meaning with --context"),
+        (
+            ["--context", "3", "--compile-only", "--topology", "v5e:2x2"],
+            "--context: an even number is wanted",
+        ),
+        (["--context", "2", "--compile-only"], "--topology: a name such as v5e:2x2 is wanted, got None"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "attnorm.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_results_on_virtual_devices_are_those_of_one(tmp_path):
+    out = tmp_path / "context.json"
+    process = run("--context", "4", "--lengths", "256", "--normalizers", "l2", "entmax15", "--out", str(out))
+    assert process.returncode == 0, process.stderr
+    programs = json.loads(out.read_text())["programs"]
+    # A ring does not serve entmax; that is told, and no failure.
+    assert [(x["normalizer"], x["variant"]) for x in programs] == [
+        ("l2", "ring"),
+        ("l2", "all_gather"),
+        ("entmax15", "all_gather"),
+    ]
+    assert "needs level" in process.stderr
+    assert all(0 < max(program["errors"].values()) < 1e-5 for program in programs)
+    sent, block = programs[0]["sent_bytes"], 256 // 4 * 64 * 4
+    # Keys and values 3 times forward and backward, their gradients 5 times; and, for zigzag order, one block in halves
+    # of queries (2 heads), keys and values there and back with their gradients, and of the output and its own.
+    assert sent == {"collective-permute": block * (2 * (3 + 3 + 5) + 2 * (2 + 1 + 1 + 2))}
+    assert programs[1]["sent_bytes"].keys() >= {"all-gather"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_transfers_run_beside_kernels_on_a_tpu(tmp_path):
+    out = tmp_path / "context.json"
+    arguments = ["--context", "4", "--compile-only", "--topology", "v5e:2x2", "--lengths", "32768"]
+    process = run(*arguments, "--out", str(out))
+    assert process.returncode == 0, process.stdout + process.stderr
+    rings = [x for x in json.loads(out.read_text())["programs"] if x["variant"] == "ring"]
+    assert [x["devices"] for x in rings] == [2, 4]
+    assert all(count == overlapped > 0 for overlapped, count in (x["overlapped_in_loops"] for x in rings))
+    assert "MiB" in process.stdout
