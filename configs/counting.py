@@ -25,6 +25,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
         "members_at_once": 3,
     }
     config.optimizer = {
+        "name": "adamw",
+        "schedule": "wsd",
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
         "beta1": 0.9,
@@ -35,6 +37,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
         "cooldown_fraction": 0.25,
         "reset_optimizer": True,
     }
+    config.mesh = {"data": -1, "fsdp": 1, "context": 1, "tensor": 1}
+    config.accumulation_steps = 1
+    config.ema_decay = 0.0
+    config.init_from = ""
     config.counting = {
         "vocab_size": 16,
         "first_length": 16,
@@ -50,6 +56,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.eval_every = 0
     config.checkpoint_every = 100
     config.keep_checkpoints = 3
+    config.keep_period = 0
     if argument.runlocal:
         config.ensemble.seeds = (0,)
         config.counting.num_stages = 2

@@ -21,6 +21,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.task = "counting"
     config.ensemble = {"normalizers": ("lp(p=1)", "lp(p=2)"), "seeds": (0,), "members_at_once": 1}
     config.optimizer = {
+        "name": "adamw",
+        "schedule": "constant",
         "learning_rate": 1e-4,
         "weight_decay": 0.1,
         "beta1": 0.9,
@@ -31,6 +33,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
         "cooldown_fraction": 0.0,
         "reset_optimizer": True,
     }
+    config.mesh = {"data": -1, "fsdp": 1, "context": 1, "tensor": 1}
+    config.accumulation_steps = 1
+    config.ema_decay = 0.0
+    config.init_from = ""
     config.counting = {
         "vocab_size": 32,
         "first_length": 32,
@@ -46,6 +52,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.eval_every = 64
     config.checkpoint_every = 1024
     config.keep_checkpoints = 3
+    config.keep_period = 0
     if argument.runlocal:
         config.counting.num_stages = 2
         config.counting.tokens_per_batch = 256

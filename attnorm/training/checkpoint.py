@@ -1,4 +1,4 @@
-"""Checkpoints: written in the background, complete or absent, the newest few kept."""
+"""Checkpoints: written in the background, complete or absent, the newest few and every so many steps kept."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,12 +20,15 @@ class Checkpointer:
     Args:
       directory: an absolute path, made where it does not exist.
       keep: how many of the newest checkpoints stay.
+      period: beside them, those of steps that are multiples of it stay; 0: none.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, period: int = 0):
         self._directory = directory
         self._failed = False
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=period or None, cleanup_tmp_directories=True
+        )
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
 
     def latest_step(self) -> int | None:
@@ -42,9 +45,8 @@ class Checkpointer:
             self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of that step, with the shapes, types and placement of ``like``."""
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        """The state of that step, with the shapes, types and shardings of ``like``, from whichever mesh it was on."""
+        return self._manager.restore(step, args=ocp.args.StandardRestore(like))
 
     def wait(self) -> None:
         """Returns when everything saved is complete on disk.
@@ -54,6 +56,10 @@ class Checkpointer:
         """
         with self._explained():
             self._manager.wait_until_finished()
+
+    def abandon(self) -> None:
+        """Closing will wait for nothing: other processes, which would have to agree, are gone."""
+        self._failed = True
 
     def close(self) -> None:
         """Waits, then ends the background threads; after a failure there is nothing left to wait for."""
@@ -65,6 +71,8 @@ class Checkpointer:
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except jax.errors.JaxRuntimeError:
+            raise  # of the computation that made the state, not of writing it
         # What tensorstore and the file system raise, a full disk for example.
         except (OSError, RuntimeError, ValueError) as error:
             self._failed = True

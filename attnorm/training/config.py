@@ -11,6 +11,8 @@ from typing import Any
 from attnorm.training.ensemble import make_groups
 
 INT32_END = 2**31
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("constant", "linear", "cosine", "rsqrt", "wsd")
 
 
 class ConfigError(ValueError):
@@ -47,8 +49,10 @@ class EnsembleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with clipping; within each stage the learning rate warms up, stays, and cools to almost 0."""
+    """Clipping, then AdamW or Muon; the learning rate warms up and follows a schedule within each stage."""
 
+    name: str  # one of OPTIMIZERS
+    schedule: str  # one of SCHEDULES
     learning_rate: float
     weight_decay: float
     beta1: float
@@ -56,16 +60,51 @@ class OptimizerConfig:
     beta2_exponent: float  # where > 0, beta2 at update t is 1 - t^(-beta2_exponent), whatever beta2 says
     clip_norm: float
     warmup_fraction: float  # of a stage's steps
-    cooldown_fraction: float
+    cooldown_fraction: float  # linear to almost 0, of a schedule that does not end there by itself
     reset_optimizer: bool  # fresh moments and a new warm-up at each stage
 
     def __post_init__(self):
+        for key, known in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
+            require(getattr(self, key) in known, key, getattr(self, key), f"one of {', '.join(known)}")
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a number > 0")
         require(self.clip_norm > 0, "clip_norm", self.clip_norm, "a number > 0")  # inf: no clipping
         for key in ("weight_decay", "beta2_exponent"):
             require(0 <= getattr(self, key) < math.inf, key, getattr(self, key), "a number >= 0")
         for key in ("beta1", "beta2", "warmup_fraction", "cooldown_fraction"):
             require(0 <= getattr(self, key) < 1, key, getattr(self, key), "a number in [0, 1)")
+        require(
+            self.schedule in ("wsd", "rsqrt") or self.cooldown_fraction == 0,
+            "cooldown_fraction",
+            self.cooldown_fraction,
+            f"0 with schedule = {self.schedule}",
+        )
+        require(
+            self.name == "adamw" or self.beta2_exponent == 0,
+            "beta2_exponent",
+            self.beta2_exponent,
+            f"0 with name = {self.name}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How many devices each axis has; -1, for one of them, is all that the others leave.
+
+    `data` splits the batch; `fsdp` the batch and the parameters; `context` the length; `tensor` heads and hidden
+    features. A run may go on with another mesh.
+    """
+
+    data: int
+    fsdp: int
+    context: int
+    tensor: int
+
+    def __post_init__(self):
+        rest = None
+        for key, size in dataclasses.asdict(self).items():
+            require(size > 0 or size == -1, key, size, "a whole number > 0, or -1")
+            require(size > 0 or rest is None, key, size, f"a whole number > 0 where {rest} is -1")
+            rest = key if size == -1 else rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +115,25 @@ class TrainConfig:
     task: str
     ensemble: EnsembleConfig
     optimizer: OptimizerConfig
+    mesh: MeshConfig
+    accumulation_steps: int  # parts of a batch that are computed one after the other
+    ema_decay: float  # of an average of the parameters, which is then what is evaluated; 0: none
+    init_from: str  # a workdir whose newest checkpoint gives the first parameters; "": none
     log_every: int
     eval_every: int  # 0: at the end of each stage only
     checkpoint_every: int
-    keep_checkpoints: int
+    keep_checkpoints: int  # the newest
+    keep_period: int  # beside them, every checkpoint of a step that is a multiple; 0: none
 
     def __post_init__(self):
         for key in ("log_every", "checkpoint_every", "keep_checkpoints"):
             require(getattr(self, key) > 0, key, getattr(self, key), "a whole number > 0")
-        require(self.eval_every >= 0, "eval_every", self.eval_every, "a whole number >= 0")
+        for key in ("eval_every", "keep_period"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "a whole number >= 0")
+        require(
+            self.accumulation_steps > 0, "accumulation_steps", self.accumulation_steps, "a whole number > 0"
+        )
+        require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "a number in [0, 1)")
 
 
 def require(condition: bool, key: str, got: Any, wanted: str) -> None:
@@ -115,7 +164,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "config") ->
     values = {key: _converted(mapping[key], type_, f"{path}.{key}") for key, type_ in types.items()}
     try:
         return cls(**values)
-    except ConfigError as error:
+    except (TypeError, ValueError) as error:  # ConfigError is one
         raise ConfigError(f"{path}.{error}") from None
 
 

@@ -9,26 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from attnorm.training import workdir as files
 from attnorm.training.checkpoint import Checkpointer
 from attnorm.training.config import ConfigError, TrainConfig, from_mapping
-from attnorm.training.ensemble import make_groups
-from attnorm.training.mesh import make_mesh
+from attnorm.training.feed import Feed, batch_rows
+from attnorm.training.initial import check_source, with_models_of
+from attnorm.training.mesh import ClusterError, batch_axes
 from attnorm.training.metrics import Recorder, read_rows
-from attnorm.training.optimizer import make_optimizer
-from attnorm.training.state import TrainState, init_state, reset_optimizer
-from attnorm.training.step import Metrics, make_evaluate, make_train_step
+from attnorm.training.profile import Profile
+from attnorm.training.setup import Setup
+from attnorm.training.state import TrainState, reset_optimizer
+from attnorm.training.step import Metrics
 from attnorm.training.task import Stage, Task
 from attnorm.training.tasks import TASKS
+from attnorm.training.throughput import Pace
 
 
 class NonFiniteError(FloatingPointError):
     """A member's loss or gradient is infinite or NaN."""
 
 
-def run(config: Mapping[str, Any], workdir: Path) -> bool:
+def run(config: Mapping[str, Any], workdir: Path, profile_steps: tuple[int, int] | None = None) -> bool:
     """Trains what the config describes, from the newest checkpoint in the workdir if there is one.
 
     Rows of metrics and evaluations are on disk before the checkpoint of their step is; so a run that is killed at
@@ -36,7 +40,9 @@ def run(config: Mapping[str, Any], workdir: Path) -> bool:
 
     Args:
       config: the keys of :class:`TrainConfig`, and the task's in the section named after it.
-      workdir: made where it does not exist; it must be empty, or from the same config.
+      workdir: made where it does not exist; it must be empty, or from the same config, of which only the mesh may
+        have changed.
+      profile_steps: the first and last step of a trace that is written to the workdir.
 
     Returns:
       Whether the run is complete; False where Ctrl-C or SIGTERM ended it, after saving.
@@ -45,19 +51,31 @@ def run(config: Mapping[str, Any], workdir: Path) -> bool:
       ConfigError, WorkdirError: before anything is written; also WorkdirError and
       CheckpointError: a full disk, for example, after which the last complete checkpoint is intact.
       NonFiniteError: the state that gave a non-finite loss is never saved.
+      ClusterError: another process of the run has ended. The last complete checkpoint is intact.
     """
     train_config, task = parse_config(config)
     workdir = Path(workdir)
+    setup = Setup(train_config, task)
+    facts = task.prepare(setup.members)
+    _require_whole_parts(setup)
+    if train_config.init_from and not any((workdir / files.CHECKPOINTS).glob("[0-9]*")):
+        check_source(Path(train_config.init_from), setup.abstract_state())
     with contextlib.ExitStack() as stack:
-        if jax.process_index() == 0:
+
+        def claim():
             stack.enter_context(files.claimed(workdir, config, task.outputs))
             if not (workdir / files.CHECKPOINTS).exists() and read_rows(workdir / files.METRICS):
                 raise _lost_checkpoints(workdir)
-        multihost_utils.sync_global_devices("workdir")
-        checkpointer = Checkpointer(workdir / files.CHECKPOINTS, train_config.keep_checkpoints)
+
+        _on_main(claim)
+        checkpointer = Checkpointer(
+            workdir / files.CHECKPOINTS, train_config.keep_checkpoints, train_config.keep_period
+        )
         stack.enter_context(contextlib.closing(checkpointer))
+        stack.enter_context(_abandoning(checkpointer))
+        profile = stack.enter_context(contextlib.closing(Profile(workdir / files.PROFILE, profile_steps)))
         try:
-            return _Run(train_config, task, workdir, checkpointer).finish()
+            return _Run(setup, facts, workdir, checkpointer, profile).finish()
         except OSError as error:
             raise files.WorkdirError(
                 f"writing to {workdir} failed: {error.strerror}. What was saved is complete; the same command resumes."
@@ -69,6 +87,38 @@ def _lost_checkpoints(workdir: Path) -> files.WorkdirError:
         f"{workdir / files.CHECKPOINTS} holds no checkpoint, but {workdir / files.METRICS} has rows from after one. "
         f"Restore the checkpoints; or remove {workdir} or choose another --workdir to start again."
     )
+
+
+def _on_main(action: Callable[[], None]) -> None:
+    """Does it in the main process; an error there is one in all processes, so that none waits for it for ever."""
+    error = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except (files.WorkdirError, OSError) as raised:
+            error = raised
+    if multihost_utils.broadcast_one_to_all(np.int32(error is not None)):
+        raise error or files.WorkdirError("process 0 has stopped; its message says why")
+
+
+@contextlib.contextmanager
+def _abandoning(checkpointer: Checkpointer) -> Iterator[None]:
+    """Ends this process where another one has ended, without waiting for it to save."""
+    if jax.process_count() == 1:
+        yield
+        return
+    try:
+        yield
+    except KeyboardInterrupt:
+        checkpointer.abandon()
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        checkpointer.abandon()
+        raise ClusterError(
+            f"a computation of all {jax.process_count()} processes failed in process {jax.process_index()}: "
+            f"{str(error).splitlines()[0]}\nIf another process has ended, end the rest and start all of them "
+            "again: the same command resumes from the last complete checkpoint."
+        ) from error
 
 
 def parse_config(config: Mapping[str, Any]) -> tuple[TrainConfig, Task]:
@@ -87,61 +137,77 @@ def parse_config(config: Mapping[str, Any]) -> tuple[TrainConfig, Task]:
     return train_config, task_class(from_mapping(task_class.Config, config[name], f"config.{name}"))
 
 
+def _require_whole_parts(setup: Setup) -> None:
+    parts = setup.config.accumulation_steps
+    for stage in setup.task.stages if parts > 1 else ():
+        rows = batch_rows(setup.task, stage)
+        if rows % parts:
+            raise ConfigError(
+                f"config.accumulation_steps must divide the {rows} rows of a batch at length {stage.length}, "
+                f"got {parts}"
+            )
+
+
 class _Run:
-    def __init__(self, config: TrainConfig, task: Task, workdir: Path, checkpointer: Checkpointer):
-        self.config = config
-        self.task = task
+    def __init__(self, setup: Setup, facts: str, workdir: Path, checkpointer: Checkpointer, profile: Profile):
+        self.setup = setup
+        self.facts = facts
+        self.config = setup.config
+        self.task = setup.task
+        self.members = setup.members
+        self.num_steps = setup.num_steps
         self.workdir = workdir
         self.checkpointer = checkpointer
-        self.groups = make_groups(config.ensemble.normalizers, config.ensemble.seeds)
-        self.members = [member for group in self.groups for member in group.members]
-        self.optimizer = make_optimizer(config.optimizer)
-        self.mesh = make_mesh()
-        self.num_steps = task.stages[-1].end
+        self.profile = profile
         self.is_main = jax.process_index() == 0
 
     def finish(self) -> bool:
         restored_step = self.checkpointer.latest_step() or 0
+        _on_main(lambda: self._require_all_rows(restored_step))
         if restored_step == self.num_steps:
             if self.is_main:
-                self._require_rows(files.EVALUATIONS, self._is_evaluated, restored_step)
                 print(
                     f"{self.workdir} is finished ({self.num_steps} steps); rewriting its report", flush=True
                 )
                 print(self._report(read_rows(self.workdir / files.EVALUATIONS)), flush=True)
             return True
-        if self.is_main:
-            self._require_rows(files.METRICS, self._is_logged, restored_step)
-            self._require_rows(files.EVALUATIONS, self._is_evaluated, restored_step)
-            if not restored_step:
-                self._require_no_checkpoint_was_lost()
         recorder = Recorder(self.workdir, restored_step, self.num_steps, self.is_main)
         with contextlib.closing(recorder), _interruption() as interrupted:
-            state = init_state(self.task, self.groups, self.optimizer, self.mesh)
-            recorder.progress.print(self._facts(state))
+            abstract = self.setup.abstract_state()
+            recorder.progress.print(self._facts(abstract))
+            if self.facts:
+                recorder.progress.print(self.facts)
             if restored_step:
-                state = self.checkpointer.restore(restored_step, like=state)
+                state = self.checkpointer.restore(restored_step, like=abstract)
                 recorder.progress.print(f"resuming after step {restored_step}")
+            else:
+                state = self.setup.init_state()
+                if self.config.init_from:
+                    state = with_models_of(Path(self.config.init_from), state, self.config)
             return self._train(state, restored_step, recorder, interrupted)
 
     def _train(
         self, state: TrainState, restored_step: int, recorder: Recorder, interrupted: Callable[[int], bool]
     ) -> bool:
-        evaluate = make_evaluate(self.task, self.groups, self.config, self.mesh)
+        evaluate = self.setup.evaluate()
         stage = unrecorded = None
+        self.pace = Pace(restored_step)
         for step in range(restored_step + 1, self.num_steps + 1):
             if stage is None or step > stage.end:
                 stage = next(stage for stage in self.task.stages if step <= stage.end)
                 if 0 < stage.first_step == step - 1 and self.config.optimizer.reset_optimizer:
-                    state = reset_optimizer(state, self.optimizer, self.mesh)
-                train_step = make_train_step(
-                    self.task, self.groups, self.optimizer, self.config, stage, self.mesh
-                )
+                    state = reset_optimizer(state, self.setup.optimizer)
+                train_step = self.setup.train_step(stage)
+                feed = Feed(self.task, stage, step - 1, self.setup.mesh)
                 recorder.progress.print(
                     f"stage {stage.index + 1} of {len(self.task.stages)}: length {stage.length}, "
-                    f"steps {step}-{stage.end}; compiling"
+                    f"steps {step}-{stage.end}; compiling{self._undivided(stage)}"
                 )
-            state, metrics = train_step(state)
+            with self.pace.waiting():
+                batch = feed.next()
+            self.profile.before(step)
+            state, metrics = train_step(state, batch)
+            self.profile.after(step, metrics)
             # One step behind, so that the device has its next step while this one is read.
             if unrecorded:
                 self._record(*unrecorded, recorder)
@@ -183,6 +249,13 @@ class _Run:
             if is_due(step, stage)
         ]
 
+    def _require_all_rows(self, restored_step: int) -> None:
+        if restored_step < self.num_steps:
+            self._require_rows(files.METRICS, self._is_logged, restored_step)
+        self._require_rows(files.EVALUATIONS, self._is_evaluated, restored_step)
+        if not restored_step:
+            self._require_no_checkpoint_was_lost()
+
     def _require_rows(self, name: str, is_due: Callable[[int, Stage], bool], restored_step: int) -> None:
         """Rows are on disk before the checkpoint is, so where one is missing, something else removed it."""
         path = self.workdir / name
@@ -210,6 +283,13 @@ class _Run:
             row["learning_rate"] = float(metrics["learning_rate"])
             for name in ("loss", "gradient_norm"):
                 row.update(self._by_member(name, metrics[name]))
+            row.update(
+                self.pace.measure(
+                    step,
+                    len(self.members) * self.task.tokens_per_step(stage),
+                    len(self.members) * self.task.flops_per_step(stage),
+                )
+            )
             recorder.add_metrics(row)
             message = f"length {stage.length}  loss {min(metrics['loss']):.4g} to {max(metrics['loss']):.4g}"
         if step == stage.first_step + 1:
@@ -237,6 +317,7 @@ class _Run:
         if self.is_main and step == stage.end:
             recorder.progress.print(self._report(recorder.evaluations))
         recorder.progress.restart_clock(step)
+        self.pace.restart(step)
 
     def _report(self, evaluations: Sequence[Mapping[str, Any]]) -> str:
         rows = [row for row in evaluations if row["is_end_of_stage"]]
@@ -245,13 +326,23 @@ class _Run:
     def _by_member(self, name: str, values: Sequence[Any]) -> dict[str, float]:
         return {f"{name}/{member.label}": float(x) for member, x in zip(self.members, values, strict=True)}
 
+    def _undivided(self, stage: Stage) -> str:
+        rows = batch_rows(self.task, stage) // self.config.accumulation_steps
+        sizes = self.setup.mesh.shape
+        if batch_axes(rows, self.setup.mesh) or sizes["data"] * sizes["fsdp"] == 1:
+            return ""
+        return (
+            f"\nthe {rows} rows of a batch are no multiple of mesh data x fsdp = "
+            f"{sizes['data'] * sizes['fsdp']}: every device computes all of them"
+        )
+
     def _facts(self, state: TrainState) -> str:
         stage = self.task.stages[0]
         num_members = len(self.members)
         num_params = sum(x.size for x in jax.tree.leaves(state.params)) // num_members
         return (
             f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
-            f"mesh {dict(self.mesh.shape)}; {num_members} models of {num_params:,} parameters; "
+            f"mesh {dict(self.setup.mesh.shape)}; {num_members} models of {num_params:,} parameters; "
             f"{self.num_steps} steps of {num_members} x {self.task.tokens_per_step(stage):,} tokens and "
             f"{num_members * self.task.flops_per_step(stage) / 1e9:.3g} GFLOP"
         )
@@ -264,8 +355,12 @@ def _interruption() -> Iterator[Callable[[int], bool]]:
     A second Ctrl-C ends it at once.
     """
     if jax.process_count() > 1:
-        # JAX agrees with the other processes on the step at which all of them stop.
-        yield multihost_utils.reached_preemption_sync_point
+        # JAX agrees with the other processes on the step at which all of them stop. Ctrl-C ends this one at once.
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield multihost_utils.reached_preemption_sync_point
+        finally:
+            signal.signal(signal.SIGINT, previous)
         return
     requested = []
 

@@ -1,15 +1,22 @@
-"""Processes and devices: joining a cluster, and a mesh whose `data` axis splits the batch."""
+"""Processes and devices: joining a cluster, and the mesh over which arrays are split."""
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from attnorm.training.config import ConfigError, MeshConfig
+
+# From the axis whose devices talk least to the one whose devices talk most, and so are neighbours.
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 class ClusterError(RuntimeError):
-    """The processes of a cluster did not find each other."""
+    """The processes of a cluster did not find each other, or lost one of them."""
 
 
 def detect_cluster(environment: Mapping[str, str]) -> str | None:
@@ -57,9 +64,27 @@ def initialize_distributed(timeout_seconds: int = 300) -> None:
         ) from error
 
 
-def make_mesh() -> Mesh:
-    """All devices of all processes on one axis, `data`."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of :data:`AXES` over all devices of all processes, or over those given.
+
+    Raises:
+      ConfigError: sizes that do not make up the number of devices.
+
+    >>> from attnorm.training.config import MeshConfig
+    >>> from attnorm.training.mesh import make_mesh
+    >>> make_mesh(MeshConfig(data=-1, fsdp=1, context=1, tensor=1)).axis_names
+    ('data', 'fsdp', 'context', 'tensor')
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [getattr(config, axis) for axis in AXES]
+    others = math.prod(size for size in sizes if size != -1)
+    sizes = [len(devices) // others if size == -1 else size for size in sizes]
+    if math.prod(sizes) != len(devices):
+        given = " x ".join(f"{axis}={getattr(config, axis)}" for axis in AXES)
+        raise ConfigError(f"config.mesh must make up the {len(devices)} devices, got {given}")
+    # A torus of 4 x 4 chips serves an axis of 8 and one of 2 as well, if not as fast.
+    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -67,6 +92,23 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def batch_axes(rows: int, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes that split a batch of so many rows; none, so that every device has all, if they do not divide it.
+
+    A curriculum with a fixed number of tokens can end in batches of fewer rows than devices; these must run too.
+    """
+    return ("data", "fsdp") if rows % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0 else ()
+
+
 def split_batch(batch: Any, mesh: Mesh) -> Any:
-    """The batch with its leading axis split over the `data` axis, inside a jitted function."""
-    return jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, PartitionSpec("data")))
+    """The batch inside a jitted function: rows split over `data` and `fsdp`, length over `context`.
+
+    What an axis does not divide is not split over it.
+    """
+
+    def split(x):
+        context = "context" if x.ndim > 1 and x.shape[1] % mesh.shape["context"] == 0 else None
+        spec = PartitionSpec(batch_axes(x.shape[0], mesh) or None, *([context] if x.ndim > 1 else []))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(split, batch)

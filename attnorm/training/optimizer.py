@@ -1,5 +1,6 @@
-"""AdamW as the config describes it, and its learning rate."""
+"""AdamW or Muon as the config describes it, and its learning rate."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -44,30 +45,72 @@ def scale_by_power_adam(b1: float, exponent: float, eps: float = 1e-8) -> optax.
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipped AdamW before the learning rate: the update of the parameters is ``-learning_rate(...)`` times it."""
+    """Clipping and AdamW or Muon, without the learning rate: the update is ``-learning_rate(...)`` times it.
+
+    Muon has the matrices of hidden layers, with updates of the size of Adam's (arXiv 2502.16982), so that one learning
+    rate serves both; Adam, here with Nesterov's momentum, has the rest.
+    """
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    if config.name == "muon":
+        muon = optax.contrib.muon(
+            1.0,
+            beta=config.beta1,
+            weight_decay=config.weight_decay,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=_hidden_matrices,
+            consistent_rms=0.2,
+        )
+        return optax.chain(clip, muon, optax.scale(-1.0))
     if config.beta2_exponent > 0:
         adam = scale_by_power_adam(config.beta1, config.beta2_exponent)
     else:
         adam = optax.scale_by_adam(config.beta1, config.beta2)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm), adam, optax.add_decayed_weights(config.weight_decay)
-    )
+    return optax.chain(clip, adam, optax.add_decayed_weights(config.weight_decay))
+
+
+def _hidden_matrices(params):
+    """For each kernel outside the output head, its axes of inputs and outputs; any before them stack layers."""
+
+    def numbers(path, param):
+        name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+        is_hidden = re.search("/kernel$", name) and not re.search("/head/", name)
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if is_hidden else None
+
+    return jax.tree_util.tree_map_with_path(numbers, params)
 
 
 def learning_rate(config: OptimizerConfig, stage: Stage, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Linear warm-up, a constant, and a linear cooldown to almost 0 at the last update of the stage.
+    r"""The learning rate of an update: linear warm-up over w of a stage's n, then the schedule.
 
-    A stage that keeps the moments of the one before has nothing to warm up, and starts at the constant.
+    At update t = 1, ..., n of the stage, times the config's rate, after the warm-up:
+
+    * constant, wsd (warmup, stable, decay): 1;
+    * linear: :math:`1 - x`, with :math:`x = (t - 1 - w) / (n - w)`;
+    * cosine: :math:`(1 + \cos \pi x) / 2`;
+    * rsqrt: :math:`\sqrt{w / t}`, where w is at least 1.
+
+    wsd and rsqrt end in a linear cooldown to almost 0. A stage that keeps the moments of the one before has nothing
+    to warm up: there w = 0.
 
     Args:
       step: updates done since the start of the run, in [stage.first_step, stage.end).
     """
     done = step - stage.first_step
-    factor = jnp.float32(1)
-    warmup = round(config.warmup_fraction * stage.num_steps)
-    if warmup and (stage.index == 0 or config.reset_optimizer):
-        factor = jnp.minimum(factor, (done + 1) / warmup)
+    is_warmed_up = stage.index == 0 or config.reset_optimizer
+    warmup = round(config.warmup_fraction * stage.num_steps) if is_warmed_up else 0
+    progress = (done - warmup) / max(stage.num_steps - warmup, 1)
+    factor = {
+        "constant": lambda: jnp.float32(1),
+        "wsd": lambda: jnp.float32(1),
+        "linear": lambda: 1 - progress,
+        "cosine": lambda: (1 + jnp.cos(jnp.pi * progress)) / 2,
+        "rsqrt": lambda: jnp.sqrt(max(warmup, 1) / (done + 1)),
+    }[config.schedule]()
+    if warmup:
+        factor = jnp.where(done < warmup, (done + 1) / warmup, factor)
     cooldown = round(config.cooldown_fraction * stage.num_steps)
     if cooldown:
-        factor = jnp.minimum(factor, (stage.num_steps - done) / cooldown)
+        factor = factor * jnp.minimum(1, (stage.num_steps - done) / cooldown)
     return config.learning_rate * factor

@@ -10,8 +10,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from attnorm.training.config import TrainConfig
 from attnorm.training.ensemble import Group
-from attnorm.training.mesh import replicated
+from attnorm.training.placement import shardings
 from attnorm.training.task import Task
 
 
@@ -27,6 +28,7 @@ class TrainState:
     params: tuple[Any, ...]
     model_state: tuple[Any, ...]
     optimizer_state: tuple[Any, ...]
+    ema: tuple[Any, ...]  # of the parameters; each entry is () where config.ema_decay is 0
 
 
 def init_key(seed: Int[Array, ""]) -> jax.Array:
@@ -42,10 +44,41 @@ def eval_key(batch_index: Int[Array, ""]) -> jax.Array:
 
 
 def init_state(
-    task: Task, groups: Sequence[Group], optimizer: optax.GradientTransformation, mesh: Mesh
+    task: Task,
+    groups: Sequence[Group],
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+    mesh: Mesh,
 ) -> TrainState:
-    """The state before the first update, on every device. Members of one seed start from the same weights."""
+    """The state before the first update, over the mesh. Members of one seed start from the same weights."""
+    init = _initializer(task, groups, optimizer, config)
+    return jax.jit(init, out_shardings=shardings(jax.eval_shape(init), mesh))()
 
+
+def abstract_state(
+    task: Task,
+    groups: Sequence[Group],
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+    mesh: Mesh,
+) -> TrainState:
+    """Shapes, types and shardings of the state."""
+    shapes = jax.eval_shape(_initializer(task, groups, optimizer, config))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings(shapes, mesh),
+    )
+
+
+def reset_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state with an optimiser that has seen nothing, placed as the one before."""
+    placed = jax.tree.map(lambda x: x.sharding, state.optimizer_state)
+    init = jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=placed)
+    return dataclasses.replace(state, optimizer_state=init(state.params))
+
+
+def _initializer(task, groups, optimizer, config):
     def init() -> TrainState:
         members = [jax.vmap(lambda seed: task.init(init_key(seed)))(group.seeds) for group in groups]
         params = tuple(params for params, _ in members)
@@ -54,17 +87,15 @@ def init_state(
             params=params,
             model_state=tuple(model_state for _, model_state in members),
             optimizer_state=_init_optimizer(optimizer, params),
+            ema=initial_ema(params, config),
         )
 
-    return jax.jit(init, out_shardings=replicated(mesh))()
+    return init
 
 
-def reset_optimizer(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state with an optimiser that has seen nothing."""
-    fresh = jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=replicated(mesh))(
-        state.params
-    )
-    return dataclasses.replace(state, optimizer_state=fresh)
+def initial_ema(params: tuple[Any, ...], config: TrainConfig) -> tuple[Any, ...]:
+    """The average before the first update."""
+    return jax.tree.map(jnp.copy, params) if config.ema_decay else tuple(() for _ in params)
 
 
 def _init_optimizer(optimizer: optax.GradientTransformation, params: tuple[Any, ...]) -> tuple[Any, ...]:

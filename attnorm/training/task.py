@@ -1,16 +1,19 @@
 """What the loop asks of a task. The loop knows nothing else about what is trained."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtyping import Array, Float, PRNGKeyArray
+import grain
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from attnorm.normalizers import Normalizer
 from attnorm.training.ensemble import Member
 
 Tree = Any  # a pytree of arrays
+# attention(query, key, value, is_causal=..., scale=..., ...), as attnorm.dot_product_attention; its normaliser is the
+# member's unless `normalizer` is given.
+Attention = Callable[..., Float[Array, "B T N H"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,21 +40,43 @@ class Task(Protocol):
 
     def __init__(self, config: Any): ...
 
+    def prepare(self, members: Sequence[Member]) -> str:
+        """Checks what needs more than the config, such as data, before anything is written; returns facts to print.
+
+        Raises:
+          ConfigError: members or data that the task cannot use.
+        """
+
     def init(self, key: PRNGKeyArray) -> tuple[Tree, Tree]:
         """Parameters, and the state that the forward pass updates, such as running statistics."""
+
+    def host_batches(self, stage: Stage, process_index: int, process_count: int) -> grain.MapDataset | None:
+        """This process's part of the batches, from the host; None where `batch` makes them on the device.
+
+        Element i, from ``stage.first_step`` on, is the part of the batch of the run's update i, 0 being the first:
+        of all members, a tree of arrays with a leading batch axis. The parts of all processes make up the batch.
+        """
 
     def batch(self, key: PRNGKeyArray, stage: Stage) -> Tree:
         """A batch that depends on the key alone; every leaf has a leading batch axis."""
 
     def loss(
-        self, params: Tree, model_state: Tree, batch: Tree, normalizer: Normalizer
-    ) -> tuple[Float[Array, ""], Tree]:
-        """The mean loss of the batch and the new model state."""
+        self, params: Tree, model_state: Tree, batch: Tree, attention: Attention
+    ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Tree]]:
+        """The sum of the losses of the batch's targets, and their number and the new model state.
 
-    def eval_batch(self, key: PRNGKeyArray) -> Tree:
-        """As `batch`, for evaluation; the same batches serve every member and every evaluation."""
+        A sum, because parts of a batch may hold unequal numbers of targets: the step divides.
+        """
 
-    def evaluate(self, params: Tree, model_state: Tree, batch: Tree, normalizer: Normalizer) -> Tree:
+    def eval_batch(self, key: PRNGKeyArray, index: Int[Array, ""]) -> Tree:
+        """As `batch`, for evaluation; the same batches serve every member and every evaluation.
+
+        Args:
+          key: differs from batch to batch.
+          index: of the batch, in [0, `num_eval_batches`).
+        """
+
+    def evaluate(self, params: Tree, model_state: Tree, batch: Tree, attention: Attention) -> Tree:
         """Means over the batch, which are then averaged over the `num_eval_batches`."""
 
     def summarize(self, means: Tree) -> Mapping[str, Float[Array, ""]]:

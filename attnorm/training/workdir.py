@@ -19,7 +19,11 @@ METRICS = "metrics.jsonl"
 METRICS_CSV = "metrics.csv"
 EVALUATIONS = "evaluations.jsonl"
 TENSORBOARD = "tensorboard"
+PROFILE = "profile"
 LOCK = "lock"
+
+# Where a run computes, which may change from start to start; the config tells the first.
+_MAY_CHANGE = ("mesh.",)
 
 
 class WorkdirError(RuntimeError):
@@ -49,8 +53,8 @@ def claimed(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) ->
       outputs: the files, beside the loop's own, that the run will write.
 
     Raises:
-      WorkdirError: the workdir cannot be written, holds another config, holds files that would be overwritten, or
-        another run is using it.
+      WorkdirError: the workdir cannot be written, holds a config that differs in more than the mesh, holds files
+        that would be overwritten, or another run is using it.
     """
     config = json.loads(json.dumps(config))
     with contextlib.ExitStack() as stack:
@@ -73,7 +77,7 @@ def _check(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> 
         if not os.access(workdir, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return True
-    ours = (CHECKPOINTS, METRICS, METRICS_CSV, EVALUATIONS, TENSORBOARD, *outputs)
+    ours = (CHECKPOINTS, METRICS, METRICS_CSV, EVALUATIONS, TENSORBOARD, PROFILE, *outputs)
     foreign = [name for name in ours if (workdir / name).exists()]
     if foreign:
         raise WorkdirError(
@@ -115,7 +119,7 @@ def _compare(path: Path, config: Mapping[str, Any]) -> None:
     changed = [
         f"{key} was {found.get(key, 'absent')!r}, now {wanted.get(key, 'absent')!r}"
         for key in sorted(found.keys() | wanted.keys())
-        if found.get(key, KeyError) != wanted.get(key, KeyError)
+        if found.get(key, KeyError) != wanted.get(key, KeyError) and not key.startswith(_MAY_CHANGE)
     ]
     if changed:
         raise WorkdirError(

@@ -1,6 +1,7 @@
 """The loop: how many steps, what is on disk, and what happens when a run is stopped, changed or fails."""
 
 import csv
+import functools
 import json
 import os
 import shutil
@@ -10,11 +11,14 @@ import jax
 import numpy as np
 import pytest
 
+import attnorm
 from attnorm.data.counting import position_only_mse
 from attnorm.training import loop, optimizer
 from attnorm.training import workdir as files
 from attnorm.training.checkpoint import Checkpointer
+from attnorm.training.ensemble import make_groups
 from attnorm.training.metrics import read_rows
+from attnorm.training.setup import Setup
 from attnorm.training.tasks.counting import CountingTask
 from attnorm.training.workdir import WorkdirError
 
@@ -37,10 +41,8 @@ def checkpoint_steps(workdir):
 
 
 def final_state(config, workdir, step=12):
-    config, task = loop.parse_config(config)
-    run = loop._Run(config, task, workdir, Checkpointer(workdir / "checkpoints", keep=10))
-    like = loop.init_state(task, run.groups, run.optimizer, run.mesh)
-    return run.checkpointer.restore(step, like=like)
+    like = Setup(*loop.parse_config(config)).abstract_state()
+    return Checkpointer(workdir / "checkpoints", keep=10).restore(step, like=like)
 
 
 def test_files_of_a_finished_run(tiny, finished_run):
@@ -85,14 +87,15 @@ def test_evaluation_is_the_error_of_the_final_state_on_each_prefix(tiny, finishe
     state = final_state(tiny, finished_run)
     config, task = loop.parse_config(tiny)
     (row,) = [row for row in read_rows(finished_run / "evaluations.jsonl") if row["step"] == 12]
-    groups = loop.make_groups(config.ensemble.normalizers, config.ensemble.seeds)
+    groups = make_groups(config.ensemble.normalizers, config.ensemble.seeds)
     member = jax.tree.map(lambda x: x[3], (state.params[0], state.model_state[0], groups[0].normalizer))
     params, model_state, normalizer = member
+    attention = functools.partial(attnorm.dot_product_attention, normalizer=normalizer)
     assert groups[0].members[3].label == "lp(p=2)/seed1"
     squares = []
     for index in range(2):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 2), index)
-        squares.append(task.evaluate(params, model_state, task.eval_batch(key), normalizer)["mse"])
+        squares.append(task.evaluate(params, model_state, task.eval_batch(key, index), attention)["mse"])
     for prefix in (2, 4, 8, 16):
         expected = np.mean(np.array(squares)[:, :prefix])
         np.testing.assert_allclose(row[f"mse/{prefix}/lp(p=2)/seed1"], expected, rtol=1e-4)
@@ -237,12 +240,12 @@ def test_sigterm_saves_and_the_same_command_resumes(tiny, finished_run, tmp_path
 def test_a_non_finite_step_stops_the_run_and_is_never_saved(tiny, tmp_path, monkeypatch, what):
     original = CountingTask.loss
 
-    def loss(self, params, model_state, batch, normalizer):
-        value, model_state = original(self, params, model_state, batch, normalizer)
+    def loss(self, params, model_state, batch, attention):
+        value, aux = original(self, params, model_state, batch, attention)
         if batch[0].shape[1] == 8:  # the second stage
             zero = 0 * params["head"]["bias"][0]
             value += zero / zero if what == "loss" else jax.numpy.sqrt(zero)
-        return value, model_state
+        return value, aux
 
     monkeypatch.setattr(CountingTask, "loss", loss)
     tiny["ensemble"].update(normalizers=("l2",), seeds=(3,))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,6 +13,8 @@ from attnorm.training.optimizer import learning_rate, make_optimizer, scale_by_p
 from attnorm.training.task import Stage
 
 CONFIG = OptimizerConfig(
+    name="adamw",
+    schedule="wsd",
     learning_rate=0.1,
     weight_decay=0.0,
     beta1=0.9,
@@ -40,6 +43,49 @@ def test_moments_that_are_kept_are_not_warmed_up_again():
     config = dataclasses.replace(CONFIG, reset_optimizer=False, cooldown_fraction=0.0)
     assert rates(config, Stage(0, 0, 8, length=8))[0] < 0.1
     np.testing.assert_allclose(rates(config, Stage(1, 8, 8, length=16)), 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 20])
+def test_other_schedules_are_their_formulas(num_steps):
+    stage, t = Stage(0, 5, num_steps, length=8), np.arange(1, num_steps + 1)
+    w = round(num_steps / 4)
+    x = (t - 1 - w) / max(num_steps - w, 1)
+    formulas = {
+        "constant": np.ones(num_steps),
+        "linear": 1 - x,
+        "cosine": (1 + np.cos(np.pi * x)) / 2,
+        "rsqrt": np.sqrt(max(w, 1) / t),
+    }
+    for schedule, after in formulas.items():
+        expected = 0.1 * np.where(t <= w, t / max(w, 1), after)
+        config = dataclasses.replace(CONFIG, schedule=schedule, cooldown_fraction=0.0)
+        np.testing.assert_allclose(rates(config, stage), expected, rtol=1e-5)
+    cooled = dataclasses.replace(CONFIG, schedule="rsqrt", warmup_fraction=0.0, cooldown_fraction=0.5)
+    end = np.minimum(1, (num_steps - t + 1) / max(round(num_steps / 2), 1))
+    np.testing.assert_allclose(rates(cooled, stage), 0.1 * np.sqrt(1 / t) * end, rtol=1e-5)
+
+
+def test_muon_makes_the_updates_of_hidden_matrices_nearly_orthogonal():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "blocks": {"kernel": (2, 8, 16), "bias": (2, 16)},
+        "head": {"kernel": (8, 4)},
+        "embedding": (5, 8),
+    }
+    params = jax.tree.map(lambda shape: jnp.ones(shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    gradient = jax.tree.map(lambda x: jnp.float32(rng.normal(size=x.shape)), params)
+    config = dataclasses.replace(CONFIG, name="muon", weight_decay=0.1, clip_norm=100.0)
+    optimizer = make_optimizer(config)
+    update, _ = optimizer.update(gradient, optimizer.init(params), params)
+    update = jax.tree.map(lambda x, param: x - 0.1 * param, update, params)  # without the decay
+    for layer in range(2):
+        g, u = (np.asarray(tree["blocks"]["kernel"][layer], np.float64) for tree in (gradient, update))
+        values = np.linalg.svd(u, compute_uv=False) / (0.2 * np.sqrt(16))
+        assert 0.5 < values.min() and values.max() < 1.3
+        assert np.sum(u * g) > 0.6 * 0.2 * np.sqrt(16) * np.linalg.norm(g, "nuc")  # of steepest descent
+    for tree in (update["blocks"]["bias"], update["head"]["kernel"], update["embedding"]):
+        # Adam's first with Nesterov's momentum: of a gradient seen twice, and of this one.
+        np.testing.assert_allclose(np.abs(tree), 1 + 0.9 * 0.1 / (1 - 0.9**2), rtol=1e-3)
 
 
 def test_power_adam_is_the_published_recursion():

@@ -10,34 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnorm.training.ensemble import make_groups
 from attnorm.training.loop import parse_config
-from attnorm.training.mesh import make_mesh
-from attnorm.training.optimizer import make_optimizer
-from attnorm.training.state import init_state
-from attnorm.training.step import make_train_step
+from attnorm.training.setup import Setup
 
+_MESHES = {"data": (8, 1, 1, 1), "fsdp": (1, 8, 1, 1), "tensor": (1, 4, 1, 2), "context": (2, 1, 4, 1)}
 _PROGRAM = """
 import json, sys
 sys.path.insert(0, "tests/training")
 from conftest import TINY
-from test_step import losses
+from test_step import _MESHES, losses
 import jax
 TINY["ensemble"].update(normalizers=("lp(p=2)", "linf"), seeds=(0,))
-print(json.dumps([jax.device_count(), losses(TINY).tolist()]))
+found = {}
+for name, sizes in _MESHES.items():
+    TINY["mesh"] = dict(zip(("data", "fsdp", "context", "tensor"), sizes))
+    found[name] = losses(TINY).tolist()
+print(json.dumps([jax.device_count(), found]))
 """
 
 
 def losses(config, num_steps=4):
     """Losses in the first stage, (step, member)."""
-    train_config, task = parse_config(config)
-    groups = make_groups(train_config.ensemble.normalizers, train_config.ensemble.seeds)
-    mesh, optimizer = make_mesh(), make_optimizer(train_config.optimizer)
-    state = init_state(task, groups, optimizer, mesh)
-    train_step = make_train_step(task, groups, optimizer, train_config, task.stages[0], mesh)
+    setup = Setup(*parse_config(config))
+    state = setup.init_state()
+    train_step = setup.train_step(setup.task.stages[0])
     found = []
     for _ in range(num_steps):
-        state, metrics = train_step(state)
+        state, metrics = train_step(state, None)
         found.append(metrics["loss"])
     assert state.step == num_steps
     return np.array(found)
@@ -54,9 +53,8 @@ def test_members_train_as_they_would_alone(tiny):
 
 
 def test_members_of_one_seed_are_paired_and_seeds_are_not(tiny):
-    _, task = parse_config(tiny)
-    groups = make_groups(("lp(p=1)", "lp(p=2)"), seeds=(3, 4))
-    state = init_state(task, groups, make_optimizer(parse_config(tiny)[0].optimizer), make_mesh())
+    tiny["ensemble"].update(normalizers=("lp(p=1)", "lp(p=2)"), seeds=(3, 4))
+    state = Setup(*parse_config(tiny)).init_state()
     for leaf in jax.tree.leaves(state.params):
         np.testing.assert_array_equal(leaf[:2], leaf[2:])
     kernel = state.params[0]["head"]["kernel"]
@@ -70,12 +68,10 @@ def test_one_step_follows_the_gradient(tiny):
     """The first update of Adam is the sign of the gradient, times the warmed-up learning rate."""
     tiny["ensemble"].update(normalizers=("lp(p=2)",), seeds=(0,))
     tiny["optimizer"].update(weight_decay=0.0, clip_norm=1e9)
-    config, task = parse_config(tiny)
-    groups = make_groups(("lp(p=2)",), (0,))
-    mesh, optimizer = make_mesh(), make_optimizer(config.optimizer)
-    state = init_state(task, groups, optimizer, mesh)
+    setup = Setup(*parse_config(tiny))
+    state = setup.init_state()
     before = jax.device_get(state.params[0])
-    state, metrics = make_train_step(task, groups, optimizer, config, task.stages[0], mesh)(state)
+    state, metrics = setup.train_step(setup.task.stages[0])(state, None)
     rate = 3e-3 / 2  # the first of two warm-up steps
     np.testing.assert_allclose(metrics["learning_rate"], rate, rtol=1e-6)
     moves = jax.tree.map(lambda new, old: np.abs(new - old), jax.device_get(state.params[0]), before)
@@ -97,4 +93,6 @@ def test_eight_devices_give_the_losses_of_one(tiny):
     tiny["ensemble"].update(normalizers=("lp(p=2)", "linf"), seeds=(0,))
     num_devices, found = json.loads(output.splitlines()[-1])
     assert num_devices == 8
-    np.testing.assert_allclose(found, losses(tiny), rtol=1e-4)
+    expected = losses(tiny)
+    for name in _MESHES:
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4, err_msg=name)

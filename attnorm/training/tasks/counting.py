@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from attnorm.analysis.length_generalization import draw, median_table
-from attnorm.attention import dot_product_attention
 from attnorm.data.counting import counting_batch, position_only_mse
 from attnorm.models.counting import NORMS, CountingTransformer
 from attnorm.training.config import INT32_END, require
@@ -102,6 +101,9 @@ class CountingTask:
             rngs=nnx.Rngs(seed),
         )
 
+    def prepare(self, members):
+        return ""
+
     def init(self, key):
         _, params, model_state = nnx.split(self._model(key), nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
@@ -109,27 +111,31 @@ class CountingTask:
     def batch_size(self, stage):
         return self.config.tokens_per_batch // stage.length
 
+    def host_batches(self, stage, process_index, process_count):
+        return None
+
     def batch(self, key, stage):
         return counting_batch(key, self.batch_size(stage), stage.length, self.config.vocab_size)
 
-    def loss(self, params, model_state, batch, normalizer):
+    def loss(self, params, model_state, batch, attention):
         tokens, counts = batch
         model = nnx.merge(self._graph, nnx.State(params), nnx.State(model_state))
-        predictions = model(tokens, _attention_fn(normalizer))
+        predictions = model(tokens, _causal(attention))
         model_state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-        return jnp.mean(jnp.abs(predictions - counts)), model_state
+        count = jnp.float32(counts.size)
+        return jnp.sum(jnp.abs(predictions - counts)), (count, model_state)
 
-    def eval_batch(self, key):
+    def eval_batch(self, key, index):
         return counting_batch(
             key, self.config.eval_batch_size, self.config.eval_length, self.config.vocab_size
         )
 
-    def evaluate(self, params, model_state, batch, normalizer):
+    def evaluate(self, params, model_state, batch, attention):
         """Squared and absolute errors at each position."""
         tokens, counts = batch
         model = nnx.merge(self._graph, nnx.State(params), nnx.State(model_state))
         model.eval()
-        errors = model(tokens, _attention_fn(normalizer)) - counts
+        errors = model(tokens, _causal(attention)) - counts
         return {"mse": jnp.mean(errors**2, axis=0), "mae": jnp.mean(jnp.abs(errors), axis=0)}
 
     def summarize(self, means):
@@ -175,5 +181,5 @@ class CountingTask:
         return median_table(workdir / RESULTS)
 
 
-def _attention_fn(normalizer):
-    return functools.partial(dot_product_attention, normalizer=normalizer, is_causal=True)
+def _causal(attention):
+    return functools.partial(attention, is_causal=True)

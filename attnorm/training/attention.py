@@ -1,0 +1,51 @@
+"""The attention that a task calls: a member's normaliser, on each device's own part of the arrays."""
+
+import functools
+
+import jax
+from jax.sharding import Mesh
+
+import attnorm
+from attnorm.normalizers import Normalizer
+from attnorm.training.mesh import batch_axes
+from attnorm.training.task import Attention
+
+# What serves devices that programs are compiled for while this process runs on another platform.
+_ELSEWHERE = {"tpu": ("pallas_tpu", "chunked")}
+
+
+def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
+    """Attention by a normaliser over a mesh of :data:`attnorm.training.mesh.AXES`.
+
+    The batch is split over `data` and `fsdp`, or not at all where these do not divide it; heads over `tensor`; with a
+    `context` axis, length too, by ring attention.
+
+    Raises:
+      ValueError: when called, numbers of heads that `tensor` does not divide, by name.
+
+    >>> import jax.numpy as jnp
+    >>> from attnorm import get_normalizer
+    >>> from attnorm.training.attention import make_attention
+    >>> from attnorm.training.config import MeshConfig
+    >>> from attnorm.training.mesh import make_mesh
+    >>> attention = make_attention(get_normalizer("l2"), make_mesh(MeshConfig(data=-1, fsdp=1, context=1, tensor=1)))
+    >>> attention(*jnp.ones((3, 1, 8, 2, 4)), is_causal=True).shape
+    (1, 8, 2, 4)
+    """
+    options = {"normalizer": normalizer}
+    platform = mesh.devices.flat[0].platform
+    if platform != jax.default_backend() and platform in _ELSEWHERE:
+        options["implementation"] = _ELSEWHERE[platform]
+    head_axes = ("tensor",) if mesh.shape["tensor"] > 1 else ()
+    if mesh.size == 1:
+        return functools.partial(attnorm.dot_product_attention, **options)
+
+    def attention(query, key, value, **given):
+        axes = batch_axes(query.shape[0], mesh)
+        if mesh.shape["context"] > 1:
+            ring = functools.partial(attnorm.ring_attention, mesh=mesh, batch_axes=axes, head_axes=head_axes)
+            return ring(query, key, value, **{**options, **given})
+        bound = functools.partial(attnorm.dot_product_attention, **options)
+        return attnorm.sharded(bound, mesh, axes, head_axes)(query, key, value, **given)
+
+    return attention
