@@ -4,12 +4,14 @@ import ast
 import importlib.util
 from pathlib import Path
 
+import jax
 import pytest
 
 from attnorm.training.config import ConfigError
 from attnorm.training.loop import parse_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
+COUNTING = [path for path in CONFIGS if path.stem.startswith("counting")]
 
 
 def get_config(path, argument=None):
@@ -36,14 +38,14 @@ def test_config(path):
 
 
 def test_sizes_of_counting():
-    config, task = parse_config(get_config(CONFIGS[0]).to_dict())
+    config, task = parse_config(get_config(COUNTING[0]).to_dict())
     assert [stage.length for stage in task.stages] == [16, 32, 64]
     assert len(config.ensemble.normalizers) == len(config.ensemble.seeds) == 3
     assert task.prefixes[-1] == 512
 
 
 def test_sizes_of_the_published_run():
-    config, task = parse_config(get_config(CONFIGS[1]).to_dict())
+    config, task = parse_config(get_config(COUNTING[1]).to_dict())
     assert [stage.length for stage in task.stages] == [32 * 2**i for i in range(11)]
     assert {stage.num_steps for stage in task.stages} == {8192}
     assert {task.batch_size(stage) * stage.length for stage in task.stages} == {131072}
@@ -51,7 +53,7 @@ def test_sizes_of_the_published_run():
     assert config.eval_every == 64
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COUNTING, ids=lambda path: path.stem)
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 @pytest.mark.parametrize(
     "argument", ["steps=7,norm={}", "runlocal,steps=7,norm={}", "norm={},steps=7,runlocal"]
@@ -64,3 +66,44 @@ def test_arguments_reach_the_config(path, norm, argument):
         2 if "runlocal" in argument else get_config(path).counting.num_stages
     )
     assert get_config(path, "runlocal").counting.steps_per_stage == 10
+
+
+LM = {path.stem: path for path in CONFIGS if path.stem.startswith("lm")}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "expected"),
+    [
+        ("lm", "normalizer=sink,learned", {"normalizers": ("sink",), "learned_normalizer": "sink"}),
+        ("lm_extrapolation", "output_norm=head_layer", {"output_norm": "head_layer"}),
+        ("lm_extrapolation", "trained_yarn=8", {"rope_factor": 8.0, "eval_yarn_factors": (1.0,)}),
+        ("lm_extrapolation", "output_rescale=sqrt_position", {"eval_yarn_factors": (1.0, 32.0)}),
+        ("lm_output_norms", "output_norm=head_rms", {"output_norm": "head_rms"}),
+        ("lm_nope", "output_norm=global_layer", {"position": "none", "output_norm": "global_layer"}),
+        ("lm_avnorm_lp", "eps=1e-3", {"output_norm": "head_rms", "output_norm_eps": 1e-3}),
+        ("lm_retrofit", "steps=40", {"num_steps": 30, "init_from": "", "schedule": "constant"}),
+        (
+            "lm_retrofit",
+            "steps=40,init_from=runs/a",
+            {"num_steps": 10, "init_from": "runs/a", "schedule": "wsd"},
+        ),
+        ("lm_1b", "corpus=bible", {"corpus": "bible", "remat": "full", "fsdp": -1}),
+    ],
+)
+def test_arguments_of_language_models(name, argument, expected):
+    for size in ("", "runlocal", "published") if name != "lm_1b" else ("",):
+        config = get_config(LM[name], f"{size},{argument}")
+        parse_config(config.to_dict())
+        sections = (config, config.ensemble, config.optimizer, config.mesh, config.lm, config.lm.model)
+        found = {key: value for section in sections for key, value in section.items()}
+        assert {key: found[key] for key in expected} == expected
+
+
+def test_published_sizes_of_language_models():
+    _, task = parse_config(get_config(LM["lm_extrapolation"], "published").to_dict())
+    model = task.config.model
+    assert (model.num_layers, model.features, model.num_heads, model.head_size) == (11, 768, 6, 128)
+    assert (task.config.length, task.config.num_steps, task.config.eval_length) == (2048, 4000, 65536)
+    _, task = parse_config(get_config(LM["lm_1b"]).to_dict())
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    assert 1.25e9 < sum(x.size for x in jax.tree.leaves(params)) < 1.35e9

@@ -20,7 +20,8 @@ class ModelSource:
     """See :class:`attnorm.analysis.sources.Source`.
 
     Args:
-      normalizer: of the weights that the model was trained with; later layers depend on it.
+      normalizer: of the weights that the model was trained with; later layers depend on it. A layer that learned its
+        own gives it to the attention function.
       blocks: all layers as one module with a leading layer axis, as :mod:`attnorm.models.stack` makes it.
       num_layers: how many these are.
       embed: from tokens (1, T) to the embeddings of the tokens alone and the input of the first layer, (1, T, D).
@@ -63,14 +64,16 @@ class ModelSource:
         def step(block, x_1xTxD):
             given = []
 
-            def attention_fn(query, key, value, *, scale=None, logits_soft_cap=None):
+            def attention_fn(
+                query, key, value, *, scale=None, logits_soft_cap=None, normalizer=self.normalizer
+            ):
                 scale = query.shape[-1] ** -0.5 if scale is None else scale
                 given.append(self._observe(query, key, value, scale, logits_soft_cap))
                 return dot_product_attention(
                     query,
                     key,
                     value,
-                    normalizer=self.normalizer,
+                    normalizer=normalizer,
                     scale=scale,
                     is_causal=self.is_causal,
                     logits_soft_cap=logits_soft_cap,

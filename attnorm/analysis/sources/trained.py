@@ -12,10 +12,15 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from attnorm.analysis.sources.model import ModelSource
+from attnorm.data.corpus import open_corpus, pieces
 from attnorm.data.counting import counting_batch
+from attnorm.data.tokenizers import open_tokenizer
 from attnorm.models.counting import CountingTransformer
+from attnorm.models.gpt import GPT, GPTConfig
+from attnorm.modules import NormalizerFamily
 from attnorm.normalizers import get_normalizer
 from attnorm.normalizers.spec import parse_normalizer, with_array_parameters
+from attnorm.output_norms import rescale_sqrt_position
 
 _CONFIG, _CHECKPOINTS = "config.json", "checkpoints"
 
@@ -137,6 +142,53 @@ def _counting(name, config, normalizer, params, model_state):
     )
 
 
+def _lm(name, config, normalizer, params, model_state):
+    tokenizer = open_tokenizer(config["tokenizer"])
+    end_of_document = tokenizer.end_of_document
+    spec = config["learned_normalizer"]
+    family = NormalizerFamily.of(*parse_normalizer(spec), None) if spec else None
+    starts = {} if family is None else {key: learned.start() for key, learned in family.learned}
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: GPT(GPTConfig(**config["model"]), learned=starts, rngs=nnx.Rngs(0)))
+    )
+    model = nnx.merge(graph, nnx.State(_filled(nnx.to_pure_dict(state), params)))
+
+    def positions_of(x):
+        return jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+
+    def embed(tokens):
+        return model.token_embedding(tokens), model.embed(tokens, positions_of(tokens))
+
+    def apply(block, x, attention_fn):
+        def as_trained(query, key, value, *, learned=None, **options):
+            if learned is not None:
+                options["normalizer"] = family.normalizer(learned)
+            output = attention_fn(query, key, value, **options)
+            if config["output_rescale"] == "sqrt_position":
+                output = rescale_sqrt_position(output, positions_of(x)[..., None, None] + 1)
+            return output
+
+        return block(x, as_trained, positions_of(x))
+
+    def example_tokens(length, count):
+        held_out = open_corpus(config["corpus"], tokenizer, config["held_out"]).held_out
+        return pieces(held_out, length, count, end_of_document)[:, :-1]
+
+    return ModelSource(
+        name=name,
+        max_length=config["eval_length"],
+        vocab_size=model.config.vocab_size,
+        is_causal=True,
+        normalizer=normalizer,
+        tokenize=tokenizer.encode,
+        example_tokens=example_tokens,
+        blocks=model.blocks,
+        num_layers=model.config.num_layers,
+        embed=embed,
+        apply=apply,
+    )
+
+
 def _filled(wanted: Any, saved: Any) -> Any:
     """The saved arrays in the nesting that the model has: checkpoints spell the numbers of layers as text."""
     if not isinstance(wanted, Mapping):
@@ -144,4 +196,4 @@ def _filled(wanted: Any, saved: Any) -> Any:
     return {key: _filled(wanted[key], saved[str(key)]) for key in wanted}
 
 
-_SOURCES = {"counting": _counting}
+_SOURCES = {"counting": _counting, "lm": _lm}

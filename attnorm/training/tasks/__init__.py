@@ -1,5 +1,6 @@
 """The tasks, by the name that ``config.task`` gives."""
 
 from attnorm.training.tasks.counting import CountingTask
+from attnorm.training.tasks.lm import LMTask
 
-TASKS = {"counting": CountingTask}
+TASKS = {"counting": CountingTask, "lm": LMTask}

@@ -1,0 +1,42 @@
+"""Language models beyond the length they were trained at: softmax, L2 and AVnorm, with and without a length rescale.
+
+    python train.py --workdir=runs/e3 --config=configs/lm_extrapolation.py
+    python train.py --workdir=runs/e3_avnorm --config=configs/lm_extrapolation.py:output_norm=head_layer
+    python train.py --workdir=runs/e3_trained_yarn --config=configs/lm_extrapolation.py:trained_yarn=32
+    python train.py --workdir=runs/e3_avnorm_trained_yarn \
+        --config=configs/lm_extrapolation.py:output_norm=head_layer,trained_yarn=32
+    python train.py --workdir=runs/e3_sqrt --config=configs/lm_extrapolation.py:output_rescale=sqrt_position
+    python -m attnorm.analysis extrapolation runs/e3* --out results/extrapolation
+
+Hardware: 2 CPU cores, offline. Time: to be measured. With :published, one node of 8 GPUs or a TPU slice (an estimate),
+and a corpus with documents of at least 65,536 tokens in data/tokens, which `python -m attnorm.data` writes.
+Expected: to be measured. Published, one run of 4000 steps each, loss at 2k/8k/64k: softmax with a rescale in training
+3.31/7.28/7.45, without 3.31/4.70/6.89; AVnorm with it 3.31/4.82/6.29, without 3.31/4.24/6.72.
+"""
+
+from ml_collections import ConfigDict
+
+from attnorm.training.config import parse_argument
+from configs.lm import ARGUMENTS, language_model
+
+_FACTOR = 32.0  # the evaluated length over the trained one
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments, after a colon: those of configs/lm.py but ``normalizer`` and ``learned``; ``output_norm``,
+    ``output_rescale``; and ``trained_yarn``, the factor of a length rescale in training, 1 for none."""
+    argument = parse_argument(
+        argument, **ARGUMENTS, output_norm="none", output_rescale="none", trained_yarn=1.0
+    )
+    config = language_model(
+        "lm_extrapolation",
+        argument,
+        normalizers=("lp(p=1)", "lp(p=2)"),
+        output_norm=argument.output_norm,
+    )
+    config.lm.output_rescale = argument.output_rescale
+    if argument.trained_yarn == 1:
+        config.lm.eval_yarn_factors = (1.0, _FACTOR)
+    else:
+        config.lm.model.update({"rope_scaling": "yarn", "rope_factor": argument.trained_yarn})
+    return config

@@ -1,0 +1,28 @@
+"""Language models without any encoding of positions: softmax and L2, with and without AVnorm.
+
+    python train.py --workdir=runs/e6_none --config=configs/lm_nope.py
+    python train.py --workdir=runs/e6_head_layer --config=configs/lm_nope.py:output_norm=head_layer
+    python train.py --workdir=runs/e6_global_layer --config=configs/lm_nope.py:output_norm=global_layer
+    python -m attnorm.analysis extrapolation runs/e6_* --out results/nope
+
+Hardware: 2 CPU cores, offline. Time: to be measured. With :published as configs/lm_extrapolation.py.
+Expected: to be measured. Published, one run each, loss at 2k/8k/64k: softmax 3.75/9.12/10.64; head_layer
+3.83/5.71/6.18; head_rms 3.84/5.70/6.21; global_layer 3.84/5.55/5.88.
+"""
+
+from ml_collections import ConfigDict
+
+from attnorm.training.config import parse_argument
+from configs.lm import ARGUMENTS, language_model
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Arguments, after a colon: those of configs/lm.py but ``normalizer`` and ``learned``, and ``output_norm``."""
+    argument = parse_argument(argument, **ARGUMENTS, output_norm="none")
+    return language_model(
+        "lm_nope",
+        argument,
+        normalizers=("lp(p=1)", "lp(p=2)"),
+        position="none",
+        output_norm=argument.output_norm,
+    )
