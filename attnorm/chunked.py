@@ -22,7 +22,8 @@ from attnorm import _compat
 from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
-from attnorm.normalizers.rule import Normalizer, Partial, combined, prepared
+from attnorm.normalizers.rule import Normalizer, Partial, combined, nothing_seen, prepared
+from attnorm.rows import sees_nothing
 from attnorm.tile_layout import (
     Sizes,
     Static,
@@ -113,6 +114,36 @@ def partial_attend(
     static = Static(sizes, scale, logits_soft_cap, precision)
     state = _forward(static, query, key, value, bias, normalizer, visibility, None)
     return jax.tree.map(lambda x: from_query_tiles(sizes, x), state)
+
+
+def partial_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    visibility: Visibility,
+    normalizer: Normalizer,
+    m: Float[Array, "B T N 1"],
+    d_output: Float[Array, "B T N Hv"],
+    d_stats: tuple[Float[Array, "B T N 1"], ...],
+    factor: tuple[Float[Array, "B T N 1"], ...] | None,
+    *,
+    scale: float,
+    logits_soft_cap: float | None,
+    precision,
+    block_sizes: BlockSizes | None = None,
+) -> tuple[Array, Array, Array, Normalizer]:
+    """What these keys add to dq and to the parameters' gradients, and their own dk and dv, in float32 or wider.
+
+    From the reference m of whole rows, held constant, and the gradients of their ``Σ f v`` and statistics. Of several
+    numerators the first are ``factor`` times ``d_output``.
+    """
+    sizes = sizes_of(query, key, block_sizes)
+    static = Static(sizes, scale, logits_soft_cap, precision)
+    rows = jax.tree.map(functools.partial(query_tiles, sizes), (m, d_output, d_stats, factor))
+    dq, dk, dv, _, d_normalizer = _tile_gradients(
+        static, query, key, value, None, normalizer, visibility, None, *rows
+    )
+    return dq, dk, dv, d_normalizer
 
 
 def sizes_of(query, key, block_sizes):
@@ -208,24 +239,15 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
 
 
 def _attend_backward(static, residuals, cotangents):
-    """dq, dk, dv, dbias and the parameters' gradients, by tiles of keys.
-
-    Tiles are transposed (keys × queries), because CPUs multiply slowly by a transposed left side: so dv and dk
-    need no transpose, and dq is accumulated transposed from keys transposed once.
-    """
-    query, key, value, bias, normalizer, visibility, dropout, sums, (m, stats) = residuals
+    """dq, dk, dv, dbias and the parameters' gradients."""
+    *arrays, sums, (m, stats) = residuals
+    query, key, value, bias, normalizer, _, _ = arrays
     d_output, d_log_norm = cotangents
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
-    places = places_of(normalizer, visibility, sizes, dtype, transposed=True)
-    padded_bias = pad_bias(bias, sizes, dtype)
 
     # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
-    queries = query_tiles(sizes, query.astype(dtype) * static.scale)
-    # A row that saw no key has no gradient, not even that of a NaN cotangent.
-    sees_nothing = functools.reduce(jnp.logical_and, [h == 0 for h in stats])
-    d_outputs = jnp.where(sees_nothing, 0, query_tiles(sizes, d_output.astype(dtype)))
+    d_outputs = jnp.where(sees_nothing(stats), 0, query_tiles(sizes, d_output.astype(dtype)))
     factor, pull_factor = jax.vjp(
         lambda stats, rule: over_rows(rule, sizes).finalize(stats, m), stats, normalizer
     )
@@ -247,6 +269,27 @@ def _attend_backward(static, residuals, cotangents):
     else:
         d_outputs = jnp.where(jnp.isnan(factor), 0, d_outputs * factor)
 
+    dq, dk, dv, d_bias, d_rule = _tile_gradients(static, *arrays, m, d_outputs, d_stats, factor)
+    dq, dk, dv = (x.astype(own.dtype) for x, own in zip((dq, dk, dv), (query, key, value), strict=True))
+    d_bias = None if bias is None else d_bias.astype(bias.dtype)
+    return dq, dk, dv, d_bias, jax.tree.map(jnp.add, d_normalizer, d_rule), None, None
+
+
+def _tile_gradients(
+    static, query, key, value, bias, normalizer, visibility, dropout, m, d_outputs, d_stats, factor
+):
+    """Gradients of the arrays and parameters from those of Σ f v and of the statistics, with m constant.
+
+    Rows are in tiles of queries. Of several numerators the products share one ``d_outputs``, times ``factor`` each.
+    Tiles of pairs are transposed (keys × queries), because CPUs multiply slowly by a transposed left side: so dv and
+    dk need no transpose, and dq is accumulated transposed from keys transposed once.
+    """
+    sizes = static.sizes
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
+    places = places_of(normalizer, visibility, sizes, dtype, transposed=True)
+    padded_bias = pad_bias(bias, sizes, dtype)
+    queries = query_tiles(sizes, query.astype(dtype) * static.scale)
     keys, values = key_tiles(sizes, key.astype(dtype)), key_tiles(sizes, value.astype(dtype))
     finite_queries = finite_or_zero(queries)
     finite_keys_transposed = jnp.swapaxes(finite_or_zero(keys), -1, -2)
@@ -330,22 +373,16 @@ def _attend_backward(static, residuals, cotangents):
     )
 
     dq = jnp.swapaxes(dq_transposed, -1, -2).reshape(*dq_shape[:3], sizes.G, sizes.bq, -1)
-    dq = from_query_tiles(sizes, dq * static.scale).astype(query.dtype)
-    dk = from_key_tiles(sizes, dk).astype(key.dtype)
-    dv = from_key_tiles(sizes, dv).astype(value.dtype)
+    dq = from_query_tiles(sizes, dq * static.scale)
     if d_bias is not None:
-        d_bias = d_bias[..., : bias.shape[-2], : bias.shape[-1]].astype(bias.dtype)
-    d_normalizer = jax.tree.map(lambda a, b: a + b.reshape(a.shape), d_normalizer, d_rule)
-    return dq, dk, dv, d_bias, d_normalizer, None, None
+        d_bias = d_bias[..., : bias.shape[-2], : bias.shape[-1]]
+    d_rule = jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), d_rule, normalizer)
+    return dq, from_key_tiles(sizes, dk), from_key_tiles(sizes, dv), d_bias, d_rule
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _empty_state(rule, sizes, like, dtype):
-    rows = (sizes.B, sizes.K, sizes.G, sizes.bq)
-    start = rule.start(float(jnp.finfo(dtype).min))
-    m = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x, dtype), (*rows, 1)), start)
-    f, stats = jax.eval_shape(rule.terms, jnp.zeros((*rows, 1), dtype), m)
-    sums = jax.tree.map(lambda _: jnp.zeros((*rows, like.shape[-1]), dtype), f)
-    return _compat.vary_like(Partial(sums, m, tuple(jnp.zeros((*rows, 1), dtype) for _ in stats)), like)
+    state = nothing_seen(rule, (sizes.B, sizes.K, sizes.G, sizes.bq), like.shape[-1], dtype)
+    return _compat.vary_like(state, like)

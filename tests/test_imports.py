@@ -18,6 +18,7 @@ LAYERS = [
     {"normalizers", "masks", "dropout"},
     {
         "places",
+        "rows",
         "tile_layout",
         "output_norms",
         "arguments",
@@ -28,6 +29,7 @@ LAYERS = [
         "kernels",
     },
     {"attention"},
+    {"context"},
     {"attnorm"},
     {"flax_adapter", "modules"},
     {"models", "data"},

@@ -15,6 +15,7 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _KINDS = ("collective-permute", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 
 
@@ -43,11 +44,6 @@ class _Instruction:
     @property
     def called(self) -> list[str]:
         return [name for names in _CALLED.findall(self.rest) for name in re.findall(r"[\w.\-]+", names)]
-
-    @property
-    def trips(self) -> int:
-        match = _TRIPS.search(self.rest) if self.operation == "while" else None
-        return int(match[1]) if match else 1
 
     @property
     def bytes(self) -> int:
@@ -106,9 +102,22 @@ def _found(
             if kind != instruction.operation:
                 is_overlapped = any(map(is_work, _until_done(instructions[at + 1 :], instruction.name)))
             yield Collective(kind, instruction.bytes, times, is_in_loop, is_overlapped)
+        trips = _trips(computations, instruction)
         for called in instruction.called:
             in_loop = is_in_loop or instruction.operation == "while"
-            yield from _found(computations, is_work, called, times * instruction.trips, in_loop)
+            yield from _found(computations, is_work, called, times * trips, in_loop)
+
+
+def _trips(computations, instruction) -> int:
+    """How often a loop runs. TPU programs tell it by a condition that compares with a constant alone."""
+    if instruction.operation != "while":
+        return 1
+    if match := _TRIPS.search(instruction.rest):
+        return int(match[1])
+    condition = computations.get(_CONDITION.search(instruction.rest)[1], [])
+    counts_up = any("direction=LT" in other.rest for other in condition)
+    limits = [other.rest for other in condition if other.operation == "constant"]
+    return int(limits[0].split(")")[0]) if counts_up and len(limits) == 1 else 1
 
 
 def _until_done(instructions, start):

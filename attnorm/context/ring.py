@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -211,7 +212,7 @@ def _each_pair(static, query, limits, counts, meet, carry, held, r):
 
     if order.num_blocks == 1:
         return pair(carry, 0, 0)
-    own, other = jnp.unravel_index(jnp.arange(order.num_blocks**2), (order.num_blocks,) * 2)
+    own, other = np.indices((order.num_blocks,) * 2).reshape(2, -1)
     return jax.lax.scan(lambda carry, numbers: (pair(carry, *numbers), None), carry, (own, other))[0]
 
 

@@ -43,6 +43,7 @@ from attnorm.kernels.settings import (
 from attnorm.kernels.tile import TRANSPOSED_AXES, Inputs, rule_tiles, spread
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer, Partial
+from attnorm.rows import row_gradients, sees_nothing
 from attnorm.tiling import even_block, round_up
 
 
@@ -112,6 +113,33 @@ def partial_attend(
         query, key, value, bias, visibility, normalizer, scale, logits_soft_cap, precision
     )
     return _partial(static, *arrays)
+
+
+def partial_gradients(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    visibility: Visibility,
+    normalizer: Normalizer,
+    m: Float[Array, "B T N 1"],
+    d_accumulator: Float[Array, "B T N Hv"],
+    d_stats: tuple[Float[Array, "B T N 1"], ...],
+    factor: None,
+    *,
+    scale: float,
+    logits_soft_cap: float | None,
+    precision,
+) -> tuple[Array, Array, Array, Normalizer]:
+    """What these keys add to dq and to the parameters' gradients, and their own dk and dv, in float32.
+
+    From the reference m of whole rows, held constant, and the gradients of their ``Σ f v`` and statistics.
+    """
+    static, arrays = _prepared(
+        query, key, value, None, visibility, normalizer, scale, logits_soft_cap, precision
+    )
+    m, d_stats = jax.tree.map(lambda x: x[..., 0], (m, d_stats))
+    dq, dk, dv, _, d_normalizer, _ = _run_backward(static, arrays, m, d_accumulator, d_stats, jnp.float32)
+    return dq, dk, dv, d_normalizer
 
 
 def _prepared(query, key, value, bias, visibility, normalizer, scale, logits_soft_cap, precision):
@@ -200,17 +228,9 @@ def _attend_backward(static, residuals, cotangents):
     *_, normalizer, _ = arrays
     d_output, d_log_norm = cotangents
 
-    # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
-    # A row that saw no key has no gradient, not even that of a NaN cotangent.
-    d_output = jnp.where(_sees_nothing(stats)[..., None], 0, d_output.astype(jnp.float32))
+    d_output = jnp.where(sees_nothing(stats)[..., None], 0, d_output.astype(jnp.float32))
     delta = _row_products(d_output, output, static.precision)
-    g, pull_factor = jax.vjp(lambda stats, rule: rule.finalize(stats, m), stats, normalizer)
-    d_stats, d_normalizer = pull_factor(delta / jnp.where(g == 0, 1, g))
-    if d_log_norm is not None:
-        _, pull_log_norm = jax.vjp(lambda stats, rule: rule.log_norm(stats, m), stats, normalizer)
-        d_stats, d_normalizer = jax.tree.map(
-            jnp.add, (d_stats, d_normalizer), pull_log_norm(d_log_norm.astype(jnp.float32))
-        )
+    g, d_stats, d_normalizer = row_gradients(normalizer, stats, m, delta, d_log_norm)
     # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
     d_accumulator = jnp.where(jnp.isnan(g)[..., None], 0, d_output * g[..., None])
     *d_arrays, d_rule, none = _run_backward(static, arrays, m, d_accumulator, d_stats)
@@ -233,9 +253,9 @@ def _partial_forward(static, *arrays):
 
 def _partial_backward(static, residuals, cotangent):
     arrays, m, stats = residuals
-    sees_nothing = _sees_nothing(stats)
-    d_accumulator = jnp.where(sees_nothing[..., None], 0, cotangent.accumulator)
-    d_stats = tuple(jnp.where(sees_nothing, 0, d[..., 0]) for d in cotangent.stats)
+    is_empty = sees_nothing(stats)
+    d_accumulator = jnp.where(is_empty[..., None], 0, cotangent.accumulator)
+    d_stats = tuple(jnp.where(is_empty, 0, d[..., 0]) for d in cotangent.stats)
     return _run_backward(static, arrays, m, d_accumulator, d_stats)
 
 
@@ -257,10 +277,6 @@ def _row_products(d_output, output, precision):
     return rows_last(jnp.diagonal(products, axis1=-2, axis2=-1).reshape(B, N, 1, rows), T)
 
 
-def _sees_nothing(stats):
-    return functools.reduce(jnp.logical_and, [h == 0 for h in stats])
-
-
 def _run_forward(static, query, key, value, bias, normalizer, visibility):
     """The forward kernel: the output, or the accumulator, (B, T, N, Hv), and the row state (B, T, N)."""
     tiling = static.forward
@@ -271,8 +287,11 @@ def _run_forward(static, query, key, value, bias, normalizer, visibility):
     return heads_last(output, tiling.T, value.shape[-1]), m, stats
 
 
-def _run_backward(static, arrays, m, d_accumulator, d_stats):
-    """The backward kernels: gradients of the arrays from those of Σ f v and of the statistics, with m constant."""
+def _run_backward(static, arrays, m, d_accumulator, d_stats, dtype=None):
+    """The backward kernels: gradients of the arrays from those of Σ f v and of the statistics, with m constant.
+
+    dq, dk and dv are in ``dtype``, by default that of the query.
+    """
     query, key, value, bias, normalizer, visibility = arrays
     tiling = static.backward
     static = replace(static, tiling=tiling)
@@ -283,7 +302,7 @@ def _run_backward(static, arrays, m, d_accumulator, d_stats):
         m=rows_first(m, T),
         d_stats=tuple(rows_first(x, T) for x in d_stats),
     )
-    dq, dk, dv, d_rule = _backward_by_chunks(static, inputs, padded, query.dtype)
+    dq, dk, dv, d_rule = _backward_by_chunks(static, inputs, padded, jnp.dtype(dtype or query.dtype))
     dq = heads_last(dq, tiling.T, query.shape[-1])
     dk, dv = heads_last(dk, tiling.S, key.shape[-1]), heads_last(dv, tiling.S, value.shape[-1])
     d_rule = jax.tree.map(lambda x: jnp.sum(x, (0, 2, 3)), d_rule)

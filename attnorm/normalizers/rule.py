@@ -361,6 +361,15 @@ class Partial:
         return combined(self.accumulator, factor), normalizer.log_norm(self.stats, self.m)
 
 
+def nothing_seen(normalizer: Normalizer, rows: tuple[int, ...], width: int, dtype: Any) -> Partial:
+    """The state of rows before their first key, (..., width) and (..., 1)."""
+    start = normalizer.start(float(jnp.finfo(dtype).min))
+    m = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x, dtype), (*rows, 1)), start)
+    f, stats = jax.eval_shape(normalizer.terms, jnp.zeros((*rows, 1), dtype), m)
+    sums = jax.tree.map(lambda _: jnp.zeros((*rows, width), dtype), f)
+    return Partial(sums, m, tuple(jnp.zeros((*rows, 1), dtype) for _ in stats))
+
+
 def merge(normalizer: Normalizer, a: Partial, b: Partial) -> Partial:
     """The partial result over the union of two disjoint key sets; exact and associative."""
     m = normalizer.merged_reference(a.m, b.m)

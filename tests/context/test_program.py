@@ -73,17 +73,16 @@ def members(query, key, value, b):
         jnp.stack([query, 0.5 * query]), key, value, jnp.stack([b, b + 1]))
     return losses, d_arrays
 
-first = jax.tree.map(lambda x: x[0], jax.jit(members)(query, key, value, b))
-assert_near(first, expected)
-second = jax.tree.map(lambda x: x[1], jax.jit(members)(query, key, value, b))
-assert_near(second, gradients(alone)(0.5 * query, key, value, b + 1))
+both = jax.jit(members)(query, key, value, b)
+assert_near(jax.tree.map(lambda x: x[0], both), expected)
+assert_near(jax.tree.map(lambda x: x[1], both), jax.jit(gradients(alone))(0.5 * query, key, value, b + 1))
 """,
     "bfloat16": """
 narrow = [x.astype(jnp.bfloat16) for x in (query, key, value)]
 wide = [x.astype(jnp.float32) for x in narrow]
 output = jax.jit(ring(mesh(), normalizer="l2"))(*narrow)
 assert output.dtype == jnp.bfloat16
-np.testing.assert_allclose(output.astype(jnp.float32), alone(*wide, normalizer="l2"), rtol=2**-8, atol=1e-6)
+np.testing.assert_allclose(output.astype(jnp.float32), jax.jit(functools.partial(alone, normalizer="l2"))(*wide), rtol=2**-8, atol=1e-6)
 """,
     "hidden_nan": """
 hidden = jnp.arange(64)[:, None, None] >= 48
@@ -91,7 +90,7 @@ poisoned = [jnp.where(hidden, jnp.nan, x) for x in (key, value)]
 lengths = jnp.array([48, 40])
 limited = dict(key_value_seq_lengths=lengths)
 got = jax.jit(gradients(ring(mesh(), **limited)))(query, *poisoned, b)
-assert_near(got, gradients(functools.partial(alone, **limited))(query, key, value, b))
+assert_near(got, jax.jit(gradients(functools.partial(alone, **limited)))(query, key, value, b))
 """,
 }
 
