@@ -1,0 +1,28 @@
+"""Whole sequences against plain Python."""
+
+import jax
+import numpy as np
+
+from attnorm.data.copy import copy_batch, copy_chance
+
+
+def test_inputs_are_symbols_separator_and_answers():
+    batch = copy_batch(jax.random.key(0), 60, 6, vocab_size=5, shortest=3)
+    seen = set()
+    for inputs, answers, is_asked, source in zip(*jax.tree.map(np.asarray, batch), strict=True):
+        size = inputs.tolist().index(5)
+        seen.add(size)
+        symbols = inputs[:size].tolist()
+        wanted = symbols
+        assert is_asked.tolist() == [size <= position < 2 * size for position in range(12)]
+        assert answers[is_asked].tolist() == wanted
+        assert inputs[size : 2 * size].tolist() == [5, *wanted[:-1]]
+        assert sorted(source[is_asked]) == list(range(size))
+        assert inputs[source[is_asked]].tolist() == wanted
+    assert seen == {3, 4, 5, 6}
+
+
+def test_chance_is_that_of_all_symbols():
+    batch = copy_batch(jax.random.key(1), 4000, 2, vocab_size=4)
+    answers = np.asarray(batch.answers)[:, 2:]
+    np.testing.assert_allclose(np.mean((answers == [1, 3]).all(axis=1)), copy_chance(2, 4), atol=0.015)
