@@ -42,6 +42,7 @@ BESIDE = {
     "theory": {"normalizers"},
     "catalogue": {"attention", "attnorm"},
     "bench": {part for part, rank in RANK.items() if rank <= RANK["attnorm"]},
+    "lengthbench": {*RANK, "bench"},
 }
 MAY_IMPORT_THEORY = {"analysis", "training"}
 

@@ -1,0 +1,1 @@
+"""Which normaliser, for what, how far: ``python -m attnorm.lengthbench`` trains and evaluates a grid of cells."""

@@ -1,0 +1,122 @@
+"""One cell: a contender on a task, from the learning rate sweep to the last checkpoint's evaluation."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnorm.lengthbench.contenders import Contender
+from attnorm.lengthbench.programs import LONGEST_DIAGNOSED, Programs, make_members
+from attnorm.lengthbench.suites import MAIN, Suite
+
+# Not one of the seeds that are reported, so that no reported run was chosen for its luck.
+_SWEEP_SEED = 2**30
+
+
+def settings_of(suite: Suite, spec: Any) -> dict[str, Any]:
+    """What a cell's numbers depend on, beside its task, contender and versions of packages."""
+    of_suite = dataclasses.asdict(suite)
+    for name in ("contenders", "tasks", "also"):
+        del of_suite[name]
+    of_task = {
+        field.name: getattr(spec, field.name)
+        for field in dataclasses.fields(spec)
+        if not callable(getattr(spec, field.name))
+    }
+    return _jsonable({"suite": of_suite, "task": of_task})
+
+
+def num_updates(suite: Suite, spec: Any, contender: Contender) -> int:
+    """Updates of single members in a cell, of the sweep and after it."""
+    return spec.num_steps * (len(contender.specs) * len(suite.learning_rates) + suite.num_seeds)
+
+
+def run_cell(
+    programs: Programs, suite: Suite, contender: Contender, progress: Callable[[int, str | None], None]
+) -> dict[str, Any]:
+    """The cell's results: the sweep, what was chosen, and rows of metrics and diagnostics by seed, length and variant.
+
+    The choice is by the loss on validation sequences of the training length alone.
+    """
+    spec = programs.task.spec
+    sweep = _sweep(programs, suite, contender, progress)
+    best = min(sweep, key=lambda row: math.inf if row["loss"] is None else row["loss"])
+
+    seeds = range(suite.num_seeds)
+    normalizer = contender.normalizers()[contender.specs.index(best["normalizer"])]
+    members = make_members([normalizer] * len(seeds), seeds, [best["learning_rate"]] * len(seeds))
+    state = programs.train(members, _scaled(progress, len(seeds), "seeds"))
+
+    rows, diagnostics = [], []
+    for factor, variant in itertools.product(suite.factors, spec.variants):
+        length = factor * spec.length
+        place = {"factor": factor, "length": length, "variant": variant}
+        metrics = programs.evaluate(state, members, length, variant, "test")
+        rows += _by_seed(seeds, place, metrics)
+        if spec.width * length <= LONGEST_DIAGNOSED:
+            diagnostics += _by_seed(seeds, place, programs.diagnose(state, members, length, variant))
+    learned = jax.device_get(state.params[0]["learned"])
+    return _jsonable(
+        {
+            "sweep": sweep,
+            "chosen": {key: best[key] for key in ("normalizer", "learning_rate")},
+            "rows": rows,
+            "diagnostics": diagnostics,
+            "learned": _learned_values(contender, learned),
+        }
+    )
+
+
+def _sweep(programs, suite, contender, progress):
+    points = list(itertools.product(range(len(contender.specs)), suite.learning_rates))
+    normalizers = contender.normalizers()
+    members = make_members(
+        [normalizers[index] for index, _ in points], [_SWEEP_SEED] * len(points), [rate for _, rate in points]
+    )
+    state = programs.train(members, _scaled(progress, len(points), "sweep"))
+    spec = programs.task.spec
+    metrics = jax.device_get(programs.evaluate(state, members, spec.length, MAIN, "validation"))
+    return [
+        {
+            "normalizer": contender.specs[index],
+            "learning_rate": rate,
+            "loss": _number(metrics["loss"][i]),
+            spec.metric: _number(metrics[spec.metric][i]),
+        }
+        for i, (index, rate) in enumerate(points)
+    ]
+
+
+def _scaled(progress, num_members, name):
+    return lambda count, message: progress(num_members * count, message and f"{name}  {message}")
+
+
+def _by_seed(seeds, place: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    metrics = jax.device_get(metrics)
+    return [
+        {"seed": seed, **place, **{name: _number(values[i]) for name, values in metrics.items()}}
+        for i, seed in enumerate(seeds)
+    ]
+
+
+def _learned_values(contender, unbounded):
+    """Each learned parameter by seed, layer and head."""
+    return {name: np.asarray(start.value(unbounded[name])).tolist() for name, start in contender.learned}
+
+
+def _number(x: Any) -> float | None:
+    """None for what is infinite or NaN, which JSON does not have."""
+    return float(x) if math.isfinite(x) else None
+
+
+def _jsonable(x: Any) -> Any:
+    """As it will be read again: mappings, lists, words, and numbers that JSON has."""
+    if isinstance(x, Mapping):
+        return {str(key): _jsonable(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_jsonable(value) for value in x]
+    return _number(x) if isinstance(x, float) else x

@@ -1,0 +1,102 @@
+"""How large a comparison is: contenders, tasks, seeds, and what one run may take."""
+
+import dataclasses
+
+# The variant of a task that is like training; others are evaluated beside it.
+MAIN = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """The sizes of tasks are in :mod:`attnorm.lengthbench.tasks`, by the name of the suite."""
+
+    name: str
+    contenders: tuple[str, ...]
+    tasks: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()  # pairs of a task and a contender beside the grid
+    num_seeds: int
+    learning_rates: tuple[float, ...]  # of which each contender has the best, for each task
+    temperatures: tuple[float, ...]  # for the control of that name
+    factors: tuple[int, ...]  # evaluated lengths over that of training; 1 is the first
+    tokens_per_batch: int
+    features: int
+    num_heads: int
+    num_layers: int
+    eval_tokens: int  # at each length, about
+    members_at_once: int  # that many are vmapped; on a CPU few are faster, because their arrays fit the cache
+
+    def cells(
+        self, contenders: tuple[str, ...] | None, tasks: tuple[str, ...] | None
+    ) -> list[tuple[str, str]]:
+        """Pairs of a task and a contender: those of the suite, or of what was named instead."""
+        grid = [(task, name) for task in tasks or self.tasks for name in contenders or self.contenders]
+        return grid if contenders or tasks else [*grid, *self.also]
+
+
+_CONTROLS = ("softmax@sqrt_position", "softmax@head_rms", "softmax@temperature", "lp@learned")
+_SMALL = ("softmax", "l2", "lp(p=4)", "linf", "ssmax@learned", "sink@learned", "sigmoid", "entmax15")
+_COUNTING_CONTROLS = tuple(
+    (task, contender)
+    for task in ("counting_batch_norm", "counting_keep_optimizer")
+    for contender in ("softmax", "l2", "softmax@sqrt_position")
+)
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            name="tiny",
+            contenders=("softmax", "l2", "softmax@sqrt_position"),
+            tasks=("counting", "max_retrieval"),
+            num_seeds=2,
+            learning_rates=(1e-3, 1e-2),
+            temperatures=(0.5, 2.0),
+            factors=(1, 4),
+            tokens_per_batch=128,
+            features=16,
+            num_heads=2,
+            num_layers=1,
+            eval_tokens=1024,
+            members_at_once=2,
+        ),
+        Suite(
+            name="small",
+            contenders=_SMALL + _CONTROLS,
+            tasks=("counting", "max_retrieval", "flip_flop", "mqar", "sort"),
+            also=_COUNTING_CONTROLS,
+            num_seeds=3,
+            learning_rates=(1e-3, 4e-3),
+            temperatures=(0.5, 1.0, 2.0),
+            factors=(1, 2, 4, 16, 64),
+            tokens_per_batch=1024,
+            features=64,
+            num_heads=2,
+            num_layers=2,
+            eval_tokens=2**17,
+            members_at_once=3,
+        ),
+        Suite(
+            name="full",
+            contenders=(
+                *_SMALL, "lp(p=1.5)", "softmax_plus_n", "log_n", "critical", "scale_invariant", "sa_softmax",
+                "affine", "squared_relu", "softpick", "nap", "polynomial", "sparsemax", "stieltjes", "asentmax",
+                "elastic", "adaptive_temperature", "stick_breaking", *_CONTROLS, "softmax@head_layer",
+                "softmax@global_layer", "l2@temperature",
+            ),
+            tasks=(
+                "counting", "max_retrieval", "mqar", "flip_flop", "sort", "reverse", "copy", "passkey",
+            ),
+            also=_COUNTING_CONTROLS,
+            num_seeds=5,
+            learning_rates=(3e-4, 1e-3, 3e-3),
+            temperatures=(0.25, 0.5, 1.0, 2.0),
+            factors=(1, 2, 4, 8, 16, 32, 64),
+            tokens_per_batch=2**14,
+            features=128,
+            num_heads=4,
+            num_layers=4,
+            eval_tokens=2**20,
+            members_at_once=9,
+        ),
+    )
+}  # fmt: skip

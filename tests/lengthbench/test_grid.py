@@ -1,0 +1,164 @@
+"""Which cells run, and which do not again; the report of what they give. Training is replaced by given numbers."""
+
+import csv
+import dataclasses
+import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
+
+import pytest
+
+from attnorm.lengthbench import grid as grid_module
+from attnorm.lengthbench.__main__ import main
+from attnorm.lengthbench.diagnostics import DIAGNOSTICS
+from attnorm.lengthbench.grid import GridError, make_grid, run
+from attnorm.lengthbench.report import write_report
+from attnorm.lengthbench.suites import SUITES
+
+TINY = SUITES["tiny"]
+ARGUMENTS = ["--suite", "tiny", "--tasks", "flip_flop", "copy", "--normalizers", "softmax", "l2"]
+
+
+def fake_results(spec, contender):
+    """Seed 1 of softmax does not pass the gate; l2 loses less with length."""
+    kept = {"softmax": 0.5, "l2": 0.75}.get(contender.name, 0.6)
+    rows, diagnostics = [], []
+    for factor in TINY.factors:
+        for variant in spec.variants:
+            for seed in range(TINY.num_seeds):
+                place = {"seed": seed, "factor": factor, "length": factor * spec.length, "variant": variant}
+                value = 1.0 if factor == 1 else kept
+                if contender.name == "softmax" and seed == 1:
+                    value = 0.25
+                rows.append({**place, "loss": 1 - value, "accuracy": value, "exact": value})
+                diagnostics.append({**place, **dict.fromkeys(DIAGNOSTICS, kept * factor)})
+    return {
+        "sweep": [{"normalizer": contender.specs[0], "learning_rate": 1e-3, "loss": 0.5, spec.metric: 0.5}],
+        "chosen": {"normalizer": contender.specs[0], "learning_rate": 1e-3},
+        "rows": rows,
+        "diagnostics": diagnostics,
+        "learned": {},
+    }
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the cells that were run; the cell whose number is in ``stops_at`` is interrupted."""
+    calls = SimpleNamespace(names=[], stops_at=None)
+
+    def fake_run_cell(programs, suite, contender, progress):
+        if len(calls.names) == calls.stops_at:
+            raise KeyboardInterrupt
+        calls.names.append(contender.name)
+        progress(1, "going well")
+        return fake_results(programs.task.spec, contender)
+
+    monkeypatch.setattr(grid_module, "run_cell", fake_run_cell)
+    monkeypatch.setattr(grid_module, "Programs", lambda task, suite: SimpleNamespace(task=task))
+    return calls
+
+
+def test_an_interrupted_grid_goes_on_with_what_is_missing(ran, tmp_path, capsys):
+    arguments = [*ARGUMENTS, "--out", str(tmp_path)]
+    ran.stops_at = 3
+    assert main(arguments) == 130
+    assert ran.names == ["softmax", "l2", "softmax"]
+    assert not (tmp_path / "report.md").exists()
+
+    ran.names, ran.stops_at = [], None
+    assert main(arguments) == 0
+    assert ran.names == ["l2"]
+    assert "4 cells, 3 of them complete" in capsys.readouterr().out
+
+    ran.names = []
+    assert main(arguments) == 0
+    assert ran.names == []
+
+
+def test_a_damaged_cell_is_reported_and_run_again(ran, tmp_path, capsys):
+    arguments = [*ARGUMENTS, "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    path = tmp_path / "cells" / "copy" / "l2.json"
+    whole = path.read_text()
+    path.write_text(whole.replace("0.75", "0.95"))
+    ran.names = []
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert ran.names == ["l2"]
+    assert f"damaged, and run again: {path} does not fit its checksum" in capsys.readouterr().out
+    assert "0.95" not in path.read_text() and "0.75" in path.read_text()
+
+
+def test_cells_of_other_settings_are_refused_before_anything_runs(ran, tmp_path, capsys):
+    assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    ran.names = []
+    assert main([*ARGUMENTS, "--seeds", "3", "--out", str(tmp_path)]) == 1
+    assert "suite.num_seeds was 2, now 3" in capsys.readouterr().err
+    assert ran.names == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ["copyy"]}, "tasks must be of .*got 'copyy'"),
+        ({"contenders": ["softmaxx"]}, "normalizers: 'softmaxx'"),
+        ({"contenders": ["l2", "l2"]}, "without repetition"),
+    ],
+)
+def test_what_is_unknown_is_named(change, message, tmp_path):
+    with pytest.raises(GridError, match=message):
+        make_grid(TINY, tmp_path, "command", **change)
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path):
+    (tmp_path / "report.md").write_text("mine")
+    with pytest.raises(GridError, match="out must be a new or empty folder"):
+        make_grid(TINY, tmp_path, "command")
+
+
+def test_every_suite_names_what_exists(tmp_path):
+    for suite in SUITES.values():
+        assert set(make_grid(suite, tmp_path, "command").specs) >= set(suite.tasks)
+
+
+def test_the_report_has_command_commit_gate_and_pairs(ran, tmp_path):
+    grid = make_grid(TINY, tmp_path / "out", "python -m attnorm.lengthbench", ["softmax", "l2"], ["copy"])
+    cells = run(grid)
+    cells[0]["made"]["commit"] = "0123abcd"
+    paths = write_report(grid, cells)
+    assert all(path.stat().st_size for path in paths)
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "python -m attnorm.lengthbench" in report and "0123abcd" in report
+    assert "| softmax | 0.5 (0.5 to 0.5), 1/2 |" in report
+    assert "| l2 | 0.75 (0.75 to 0.75) |" in report
+    assert "| softmax | 0.625 (0.25 to 1), passed 1/2, rate 0.001 |" in report
+    assert "| l2 | +0.25 (n = 1, p = 1) | 1 better, 0 worse, p = 1 |" in report
+
+    page = ElementTree.fromstring((tmp_path / "out" / "report.html").read_text())
+    sources = [image.get("src") for image in page.iter("img")]
+    assert sources and all(source.startswith("data:") for source in sources)
+    assert not [e.tag for e in page.iter() if e.tag in ("script", "link", "iframe")]
+
+    with open(tmp_path / "out" / "results.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(cells) * len(TINY.factors) * TINY.num_seeds
+    failed = [row for row in rows if row["passed"] == "False"]
+    assert {(row["contender"], row["seed"]) for row in failed} == {("softmax", "1")}
+    assert {row["guess"] for row in rows if row["length"] == "4"} == {str(4.0**-4)}
+
+
+def test_equal_cells_give_equal_files(ran, tmp_path):
+    cells, files = None, []
+    for name in ("a", "b"):
+        grid = make_grid(TINY, tmp_path / name, "command", ["softmax", "l2"], ["copy"])
+        cells = cells or run(grid)
+        files.append([path.read_bytes() for path in write_report(grid, cells)])
+    assert files[0] == files[1]
+
+
+def test_settings_tell_sizes_of_tasks_apart(ran, tmp_path, monkeypatch):
+    grid = make_grid(TINY, tmp_path, "command", ["l2"], ["copy"])
+    run(grid)
+    changed = dataclasses.replace(grid.specs["copy"], num_steps=1)
+    monkeypatch.setitem(grid_module.TASKS, "copy", lambda suite: changed)
+    with pytest.raises(GridError, match="task.num_steps was 24, now 1"):
+        run(make_grid(TINY, tmp_path, "command", ["l2"], ["copy"]))
