@@ -33,6 +33,13 @@ class Call:
     scale: float
     logits_soft_cap: float | None
 
+    @property
+    def counted_visibility(self) -> Visibility:
+        """What is visible, with the number of keys as rules are told it: see :class:`attnorm.normalizers.rule.Place`."""
+        if self.bias is None or self.logits_soft_cap is not None or "count" not in self.normalizer.needs:
+            return self.visibility
+        return self.visibility.counting(self.bias != -jnp.inf)
+
 
 def checked_call(
     query,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from attnorm import chunked, chunked_solver, reference, sharding
+from attnorm import chunked, chunked_rows, chunked_solver, reference, sharding
 from attnorm.arguments import checked_call, checked_dropout
 from attnorm.kernels import gpu, tpu
 from attnorm.normalizers import Normalizer
@@ -147,7 +147,7 @@ def dot_product_attention(
         call.key,
         call.value,
         call.bias,
-        call.visibility,
+        call.counted_visibility,
         call.normalizer,
         scale=call.scale,
         logits_soft_cap=call.logits_soft_cap,
@@ -213,7 +213,7 @@ def attention_weights(
         call.query,
         call.key,
         call.bias,
-        call.visibility,
+        call.counted_visibility,
         call.normalizer,
         scale=call.scale,
         logits_soft_cap=call.logits_soft_cap,
@@ -232,6 +232,8 @@ def implementations_of(normalizer: Normalizer) -> tuple[str, ...]:
 def _module(name, normalizer):
     if name == "chunked" and "level" in normalizer.needs:
         return chunked_solver
+    if name == "chunked" and "rows" in normalizer.needs:
+        return chunked_rows
     return _IMPLEMENTATIONS[name]
 
 

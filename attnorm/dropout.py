@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dropout:
-    """Each normalised weight is dropped with probability ``rate``; those kept are scaled by 1 / (1 - rate)."""
+    """Each normalised weight is dropped with probability ``rate``; those kept are scaled by 1 / (1 - rate).
+
+    Where a call sees a part of the queries, ``first_query`` is the position of the first of them.
+    """
 
     rate: float = field(metadata=dict(static=True))
     seed: UInt32[Array, "2"]
+    first_query: Int[Array, ""] | None = None
 
     @staticmethod
     def from_key(rate: float, key: Array) -> Dropout:
         return Dropout(rate, jax.random.bits(key, (2,), jnp.uint32))
+
+    def from_row(self, start: int | Array) -> Dropout:
+        """Of the queries from this one on."""
+        return replace(self, first_query=start)
 
     def tile(
         self, shape: tuple[int, int], i_start: int | Array, i_size: int, j_start: int | Array, j_size: int
@@ -33,6 +41,8 @@ class Dropout:
 
         # Two words name a head, so that no two heads share them: with one, heads whose words differ by less than T
         # would drop the same pairs, in another order of rows.
+        if self.first_query is not None:
+            i_start = self.first_query + i_start
         batch, head = indices(0), indices(1)
         row_word = _mix(_mix(self.seed[0] ^ batch) ^ head)
         column_word = _mix(_mix(self.seed[1] ^ batch) ^ head)

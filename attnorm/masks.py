@@ -66,6 +66,7 @@ class Visibility:
             query_segment_ids=pad(self.query_segment_ids, [(1, num_queries)]),
             key_segment_ids=pad(self.key_segment_ids, [(1, num_keys)]),
             mask=pad(self.mask, [(2, num_queries), (3, num_keys)]),
+            num_visible=pad(self.num_visible, [(2, num_queries)]),
         )
 
     def tile(
@@ -97,9 +98,40 @@ class Visibility:
             mask=mask,
         )
 
+    def from_row(self, start: int | Array, size: int) -> Visibility:
+        """Of ``size`` queries alone, from this one on; rows past the last query see nothing.
+
+        Arrays must be long enough: see :meth:`padded`.
+        """
+
+        def cut(x, axis):
+            is_full = x is not None and x.shape[axis] != 1
+            return jax.lax.dynamic_slice_in_dim(x, start, size, axis) if is_full else x
+
+        lengths = self.query_lengths
+        if lengths is not None or self.num_queries % size:
+            lengths = jnp.reshape(
+                jnp.minimum(self.num_queries, _or(lengths, self.num_queries)) - start, (-1,)
+            )
+        return replace(
+            self,
+            num_queries=size,
+            offset=_or(self.offset, 0) + start,
+            query_lengths=lengths,
+            query_segment_ids=cut(self.query_segment_ids, 1),
+            mask=cut(self.mask, 2),
+            num_visible=cut(self.num_visible, 2),
+        )
+
+    def counting(self, counted: Bool[Array, "b n t s"]) -> Visibility:
+        """The same, but rules that ask for the number of visible keys are told of these alone."""
+        mask = counted if self.mask is None else self.mask & counted
+        return replace(self, num_visible=replace(self, mask=mask).counts())
+
     def dense(self) -> Bool[Array, "b n T S"] | None:
         """The whole mask, or None where nothing is hidden."""
-        if not jax.tree.leaves(self) and self.left is None and self.right is None:
+        lengths, ids = (self.query_lengths, self.key_lengths), self.query_segment_ids
+        if all(x is None for x in (self.left, self.right, *lengths, ids, self.mask)):
             return None
         return self.tile(0, self.num_queries, 0, self.num_keys)
 
@@ -250,6 +282,10 @@ def slice_tile(x: Array, i_start: int | Array, i_size: int, j_start: int | Array
 
 def _limit(length, lengths):
     return length if lengths is None else jnp.minimum(length, _per_batch(lengths))
+
+
+def _or(x, default):
+    return default if x is None else x
 
 
 def _per_batch(x):

@@ -162,7 +162,9 @@ def polar(
       TypeError: an output that is not floating point.
       ValueError: eps that is not positive, or counts that do not broadcast.
 
-    Source: arXiv 2606.25156; the formula comes from a secondary source.
+    Source: arXiv 2606.25156 and github.com/kreasof-ai/atma, whose direction has norm 1 instead of root mean square 1,
+    whose β is the softplus of one number per head, and whose N_eff is multiplied by what a learned null key leaves of
+    the weights.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.output_norms import polar

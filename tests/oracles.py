@@ -547,7 +547,7 @@ def attention(
                 seen, logits, slope = seen[~weightless], logits[~weightless], slope[~weightless]
             largest_logit = max(largest_logit, np.nanmax(np.abs(logits), initial=0.0))
 
-            row = Row(max(int(visible[b, n, t].sum()), 1), float(t + offsets[b]), seen)
+            row = Row(max(seen.size, 1), float(t + offsets[b]), seen)
             row_params = fixed | {name: float(x[n]) for name, x in head_params.items()}
             weights, log_norm[b, t, n] = row_weights(normalizer, logits, row, row_params)
             at = _slice_if_contiguous(seen)

@@ -203,6 +203,3 @@ def test_what_is_not_served_is_refused_by_name():
         attnorm.dot_product_attention(*arrays, normalizer="entmax15", return_log_norm=True)
     with pytest.raises(NotImplementedError, match=r"pallas_tpu: normalizer Tsallis\(alpha=1.5\) needs level"):
         attnorm.dot_product_attention(*arrays, normalizer="entmax15", implementation="pallas_tpu")
-    for name in ("top_k", "stick_breaking", "adaptive_temperature"):
-        with pytest.raises(NotImplementedError, match="chunked: normalizer .* needs rows"):
-            attnorm.dot_product_attention(*arrays, normalizer=name, implementation="chunked")

@@ -25,6 +25,7 @@ LAYERS = [
         "sharding",
         "reference",
         "chunked",
+        "chunked_rows",
         "chunked_solver",
         "kernels",
     },
@@ -40,7 +41,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # These stand beside the layers: what they may import, and nobody below the given layer imports them.
 BESIDE = {
     "theory": {"normalizers"},
-    "catalogue": {"attention", "attnorm"},
+    "catalogue": {"attention", "attnorm", "bench"},
     "bench": {part for part, rank in RANK.items() if rank <= RANK["attnorm"]},
     "lengthbench": {*RANK, "bench"},
 }

@@ -10,6 +10,7 @@ import pytest
 import attnorm
 from attnorm import masks
 from attnorm.arguments import checked_call
+from attnorm.normalizers.rule import Place
 from attnorm.places import dense_place, tile_place
 from tests.contract.cases import RESTRICTIONS, Case, restrict
 from tests.oracles import visible_keys
@@ -68,5 +69,30 @@ def test_places_of_a_tile_are_those_of_the_whole():
 def test_rules_that_ask_for_nothing_are_told_nothing():
     rule = attnorm.get_normalizer("l2")
     assert not jax.tree.leaves(dense_place(rule, visibility(), jnp.float32))
+    assert dense_place(rule, None, None) == Place()  # nor is anything computed for them
     assert visibility("l2", query_offset=5).offset is None
     assert visibility("alibi", query_offset=5).offset is not None
+    assert visibility("alibi", query_offset=5).dense() is None
+
+
+def test_some_queries_are_told_what_they_are_told_among_all():
+    """Of 21 queries, 8 at a time: what they see, how many keys they count, and where they stand."""
+    case = Case(lengths=(T, S), heads=(N, 1), batch=B, restriction="combination")
+    options = restrict(case, np.random.default_rng(0))
+    for name in ("bias", "logits_soft_cap", "scale"):
+        options.pop(name)
+    whole = visibility(**options)
+    counted = whole.counting(jnp.asarray(np.random.default_rng(1).random((B, 1, T, S)) < 0.5))
+    padded, rule = counted.padded(24, S), attnorm.get_normalizer("ssmax")
+    object.__setattr__(rule, "needs", frozenset({"position", "count", "distance"}))
+    expected = dense_place(rule, counted, jnp.float32)
+    for start in (0, 8, 16):
+        rows, stop = padded.from_row(start, 8), min(start + 8, T)
+        seen = np.broadcast_to(rows.dense(), (B, N, 8, S))
+        np.testing.assert_array_equal(
+            seen[:, :, : stop - start], np.broadcast_to(whole.dense(), (B, N, T, S))[:, :, start:stop]
+        )
+        assert not seen[:, :, stop - start :].any()
+        got = dense_place(rule, rows, jnp.float32)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(a[:, :, : stop - start], b[:, :, start:stop])

@@ -1,9 +1,10 @@
-"""Speed and memory of attention, in one of three ways: ``python -m attnorm.bench``.
+"""Speed and memory of attention, in one of four ways: ``python -m attnorm.bench``.
 
 By default, or with ``--device``, implementations × normalisers and their peers are measured on this machine: each in
-a process of its own, in turn with the others. ``--compile-only`` compiles the TPU kernels for a chip that is not
-there and reports memory and code. ``--static-cycles`` counts their cycles and those of their peers. The last two need
-libtpu. Measured and counted figures are in different reports.
+a process of its own, in turn with the others. ``--cost`` measures the time of normalisers over that of softmax, in
+one process and on the CPU. ``--compile-only`` compiles the TPU kernels for a chip that is not there and reports memory
+and code. ``--static-cycles`` counts their cycles and those of their peers. The last two need libtpu. Measured and
+counted figures are in different reports.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from attnorm.bench.topology import LibtpuMissing, UnknownTopology
 from attnorm.normalizers import normalizer_names
 
 # Defaults, by way of measuring; an option that is not listed for a way is refused there.
-_DEVICE, _COST, _COMPILE, _STATIC = "--device", "--normalizers all", "--compile-only", "--static-cycles"
+_DEVICE, _COST, _COMPILE, _STATIC = "--device", "--cost", "--compile-only", "--static-cycles"
 _DEFAULTS = {
     _DEVICE: dict(
         normalizers=None,
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     way = _settle(parser, options)
     for name in ("out", "plot"):
         if getattr(options, name):
-            _reserve(parser, name, getattr(options, name))
+            _reserve(parser, name, getattr(options, name), adds=way == _COST)
     # Devices are for the processes that are measured.
     jax.config.update("jax_platforms", "cpu")
     try:
@@ -102,9 +103,9 @@ def _measure(options) -> dict:
 
 def _compare_costs(options) -> dict:
     (length,), (dtype,) = options.lengths, options.dtypes
-    result = cost.run(normalizer_names(), length, dtype, options.rounds, _progress)
+    result = cost.run(options.normalizers or normalizer_names(), length, dtype, options.rounds, _progress)
     print(cost.text(result), flush=True)
-    return result
+    return cost.file_of([*(cost.runs_of(options.out) if options.out else ()), result])
 
 
 def _compile(options) -> dict:
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--device", choices=DEVICES, default="cpu")
+    way.add_argument("--cost", action="store_true")
     way.add_argument("--compile-only", action="store_true")
     way.add_argument(
         "--static-cycles", nargs="+", choices=cycles.CHIPS, metavar="CHIP", help=", ".join(cycles.CHIPS)
@@ -158,14 +160,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--torch-python", metavar="PYTHON", help="an interpreter with PyTorch and JAX, for the peer torch")
     add("--topology", metavar="NAME", help="for --compile-only, such as v5e:2x2")
     add("--blocks", nargs="+", type=_block, metavar="SIZE", help="for --compile-only and --static-cycles")
-    add("--out", type=Path, metavar="FILE", help="JSON; where cases are measured, kept up to date after each")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON; where cases are measured, kept up to date after each; with --cost, added to the reports there",
+    )
     add("--plot", type=Path, metavar="FILE", help="a figure, by its suffix")
     return parser
 
 
 def _settle(parser, options) -> str:
     """Fills in the defaults of the way that was asked for; refuses what has no meaning there."""
-    way = _STATIC if options.static_cycles else _COMPILE if options.compile_only else _DEVICE
+    ways = {_COST: options.cost, _COMPILE: options.compile_only, _STATIC: options.static_cycles}
+    way = next((way for way, is_wanted in ways.items() if is_wanted), _DEVICE)
     if options.normalizers and "all" in options.normalizers:
         if options.normalizers != ["all"]:
             parser.error("argument --normalizers: all stands alone")
@@ -173,9 +181,7 @@ def _settle(parser, options) -> str:
         if way in (_COMPILE, _STATIC):
             options.normalizers = tpu_kernels.served(options.normalizers)
         if way == _DEVICE:
-            if options.device != "cpu":
-                parser.error(f"argument --normalizers: all is measured on cpu, not on {options.device}")
-            way = _COST
+            parser.error("argument --normalizers: all has no meaning with --device, but with --cost")
     known = {name for defaults in _DEFAULTS.values() for name in defaults}
     for name in sorted(known):
         value = getattr(options, name)
@@ -203,11 +209,15 @@ def _flag(name):
     return "--" + name.replace("_", "-")
 
 
-def _reserve(parser, name, path):
+def _reserve(parser, name, path, adds=False):
     try:
-        path.touch(exist_ok=False)
+        path.touch(exist_ok=adds)
+        if adds:
+            cost.runs_of(path)
     except FileExistsError:
         parser.error(f"argument --{name}: {path} exists; choose another name or remove it")
+    except ValueError as error:
+        parser.error(f"argument --{name}: {error}")
     except OSError as error:
         parser.error(f"argument --{name}: cannot write {path}: {error.strerror}")
 

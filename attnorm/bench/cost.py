@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from attnorm.attention import implementations_of
 from attnorm.bench import contenders, report
 from attnorm.bench.contenders import PASSES, Case
+from attnorm.normalizers import Normalizer
 
+KIND = "measured cost of normalisers on cpu"
 BASELINE = "softmax"
+# The most that a rule of one exponential and one numerator may take, and entmax-1.5 forward at its length.
+_ONE_EXPONENTIAL = 1.3
+_ENTMAX, _ENTMAX_LENGTH = 4.0, 4096
 
 
 def run(
@@ -18,7 +26,7 @@ def run(
 ) -> dict:
     """The report: by normaliser and pass the time over softmax's of the same round, medians over rounds."""
     result = report.new_report(
-        "measured cost of normalisers on cpu",
+        KIND,
         implementation="chunked",
         length=length,
         dtype=dtype,
@@ -36,6 +44,7 @@ def run(
         progress(f"{case}: {rounds} rounds")
         for name, ratio in ratios(runs, rounds).items():
             result["ratios"].setdefault(name, {})[direction] = ratio
+    result["bars"] = [dataclasses.asdict(bar) for bar in bars(result["ratios"], length)]
     return result
 
 
@@ -60,6 +69,52 @@ def _seconds(call):
     return time.perf_counter() - start
 
 
+def bars(by_normalizer: dict[str, dict[str, float]], length: int) -> list[report.Bar]:
+    """The ratios that are bounded: of rules with weights exp(s - λ), and of entmax-1.5 at its length."""
+    result = []
+    for name, by_pass in by_normalizer.items():
+        if name != BASELINE and type(contenders.rule(name)).log_norm is not Normalizer.log_norm:
+            for direction, ratio in by_pass.items():
+                result.append(report.Bar(f"{direction}, {name} / {BASELINE}", ratio, _ONE_EXPONENTIAL))
+    if length == _ENTMAX_LENGTH and "entmax15" in by_normalizer:
+        ratio = by_normalizer["entmax15"]["forward"]
+        result.append(report.Bar(f"forward, entmax15 / {BASELINE} at length {length}", ratio, _ENTMAX))
+    return result
+
+
+def runs_of(path: Path) -> list[dict]:
+    """The reports in a file, the oldest first; none where it is missing or empty.
+
+    Raises:
+      ValueError: the file holds something else.
+    """
+    text = path.read_text() if path.exists() else ""
+    if not text:
+        return []
+    wrong = f"{path} holds no reports of costs, to which another could be added"
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(wrong) from error
+    if not isinstance(found, dict) or found.get("kind") != KIND or "runs" not in found:
+        raise ValueError(wrong)
+    return found["runs"]
+
+
+def file_of(runs: Iterable[dict]) -> dict:
+    """What :func:`runs_of` reads."""
+    return {"kind": KIND, "runs": list(runs)}
+
+
+def latest(runs: Iterable[dict], length: int) -> dict[str, dict[str, float]]:
+    """The ratios at one length by normaliser and pass; where one was measured again, the last."""
+    found = {}
+    for result in runs:
+        if result["settings"]["length"] == length:
+            found |= result["ratios"]
+    return found
+
+
 def text(result: dict) -> str:
     """The report as a table."""
     rows = [["", *PASSES]]
@@ -67,4 +122,6 @@ def text(result: dict) -> str:
         rows.append([name, *(f"{by_pass[direction]:.2f}" for direction in PASSES)])
     settings = result["settings"]
     title = f"\nTime over softmax's, chunked, {settings['dtype']}, length {settings['length']}"
-    return f"{report.table(title, rows)}\n  not served by chunked: {', '.join(result['not_served'])}"
+    bars = [str(report.Bar(**bar)) for bar in result["bars"]]
+    not_served = f"  not served by chunked: {', '.join(result['not_served']) or 'none'}"
+    return "\n".join([report.table(title, rows), not_served, *bars])

@@ -41,11 +41,12 @@ def _softmax(s, visible, axis):
 def adaptive_temperature(
     logits: Float[Array, "..."], *, axis: int = -1, where: Bool[Array, "..."] | None = None
 ) -> Float[Array, "..."]:
-    """Softmax with a temperature of its own for each row: ``softmax(β s)``, β a polynomial in the entropy of softmax(s).
+    """Softmax with a temperature of its own for each row, by its entropy.
 
-    β = max(fit(H), 1) where the Shannon entropy H of softmax(s) is above 0.5, else 1, with the published fit of
-    degree 4. Published for inference; the gradient here goes through β too. Dense only. The fit falls below 1 for
-    entropies above about 6, that is for rows spread over more than 400 keys, where it changes nothing.
+    ``softmax(s max(1, -.037 H⁴ + .481 H³ - 2.3 H² + 4.917 H - 1.791)) where H > 0.5, else softmax(s)``,
+    H the Shannon entropy of softmax(s), and the polynomial as it was published: for inference; the gradient here goes
+    through H too. The polynomial falls below 1 for entropies above about 6, that is for rows spread over more than 400
+    keys, where it changes nothing. The entropy is known only after a first pass, so no kernel serves it.
 
     Args:
       logits: floating point, any shape.

@@ -57,7 +57,8 @@ def elastic(
       TypeError: a dtype that is not accepted.
       ValueError: a positive, infinite or NaN tau, a shape that does not broadcast.
 
-    Source: arXiv 2601.00919; neither the formula nor the initial τ could be checked.
+    Source: arXiv 2601.00919, as code that follows it (github.com/Fzkuji/flash-lazy-attention) has it, one τ
+    per head, from -1.
 
     >>> import jax.numpy as jnp
     >>> from attnorm import elastic

@@ -182,7 +182,7 @@ def l2_gelu(
 ) -> Float[Array, "..."]:
     """Gelu of L2-normalised logits: ``gelu(sqrt(n) s_j / sqrt(Σ_k s_k²))``, n the number of keys. Signed.
 
-    Two passes over the keys, so dense only. Arguments and errors as in :func:`attnorm.lp`.
+    Two passes over the keys, so no kernel serves it. Arguments and errors as in :func:`attnorm.lp`.
 
     Source: TokenFormer, arXiv 2410.23168, "l2_norm_gelu" in its code.
 

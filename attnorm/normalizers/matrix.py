@@ -36,7 +36,7 @@ def selective(
       TypeError: logits that are not floating point.
       ValueError: logits that are not square in their last two axes, or that have no axis of heads.
 
-    Source: arXiv 2410.02703, from secondary sources: the shift by one query (k < i) could not be checked.
+    Source: arXiv 2410.02703, as code that follows it has it, the shift by one query (k < i) included.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.normalizers.matrix import selective
@@ -78,7 +78,8 @@ def sinkhorn(
       TypeError: logits that are not floating point.
       ValueError: logits that are not square in their last two axes, iterations that are even or not positive.
 
-    Source: arXiv 2110.11773.
+    Source: arXiv 2110.11773; its code (github.com/michaelsdr/sinkformers) takes the same turns, rows first, with 1 over
+    the number of queries and keys as their sums.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.normalizers.matrix import sinkhorn
@@ -133,7 +134,7 @@ def differential(
       TypeError: logits that are not floating point.
       ValueError: logits of different shapes, a λ that does not broadcast to them.
 
-    Source: arXiv 2410.05258, from memory of its code.
+    Source: arXiv 2410.05258 and its code, in github.com/microsoft/unilm.
 
     >>> import jax.numpy as jnp
     >>> from attnorm.normalizers.matrix import differential

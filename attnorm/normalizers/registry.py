@@ -75,6 +75,9 @@ _RULES = {
     "stick_breaking": StickBreaking,
 }
 
+# Functions of attnorm.normalizers.matrix, which have no rule.
+_OF_MATRICES = ("selective", "differential", "sinkhorn")
+
 
 def normalizer_names() -> tuple[str, ...]:
     """The names that :func:`get_normalizer` knows.
@@ -127,6 +130,8 @@ def get_normalizer(name: str, **params) -> Normalizer:
     if name not in _RULES:
         close = difflib.get_close_matches(name.lower(), _RULES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
+        if name in _OF_MATRICES:
+            hint = f"; {name} needs more than a row of logits: attnorm.normalizers.matrix.{name}, for dense weights"
         base = name.partition("(")[0]
         if base != name and base in _RULES:
             hint = f"; parameters are given by keyword: get_normalizer({base!r}, ...)"

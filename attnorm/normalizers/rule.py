@@ -91,7 +91,9 @@ class Place(NamedTuple):
     """Where logits stand; a rule gets what it needs, as floating point numbers that broadcast to the logits.
 
     position: of the query, counted as the keys are: i + query_offset.
-    count: the number of keys that the query may see, at least 1.
+    count: n, the number of keys that the query may see and whose logit is not -inf; at least 1. So it is for every rule,
+      and such a key is as if removed, whether a rule asks for n here or sums it. In attention, where no rule knows all
+      logits beforehand, a logit counts as -inf where its bias is, and no soft cap makes it finite again.
     distance: from the key to the query, position - j.
     """
 
@@ -207,7 +209,7 @@ class Normalizer:
         where: Bool[Array, "..."] | None = None,
         position: Float[Array, "..."] | None = None,
     ) -> Float[Array, "..."]:
-        """The normalised weights along ``axis``; keys where ``where`` is False are as if removed.
+        """The normalised weights along ``axis``; keys where ``where`` is False, or of logit -inf, are as if removed.
 
         Array parameters broadcast against the logits, and so do the queries' positions, for rules that need
         them; without these, every query stands at the last key. Computed in float32 (float64 for float64 logits)
@@ -239,21 +241,21 @@ class Normalizer:
                 )
         dtype = jnp.promote_types(logits.dtype, jnp.float32)
         rule = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), self)
-        place = self._place_in_rows(logits.shape, axis, where, position, dtype)
+        place = self._place_in_rows(logits, axis, where, position, dtype)
         weights, _ = evaluate(rule, logits.astype(dtype), where, place, axis)
         if where is not None:  # again, so that a NaN cotangent at a hidden key stops here
             weights = jnp.where(where, weights, 0)
         return weights.astype(logits.dtype)
 
-    def _place_in_rows(self, shape, axis, where, position, dtype) -> Place:
-        length = shape[axis]
+    def _place_in_rows(self, logits, axis, where, position, dtype) -> Place:
         count = distance = None
-        position = jnp.asarray(length - 1 if position is None else position, dtype)
         if "count" in self.needs:
-            count = length if where is None else jnp.sum(jnp.broadcast_to(where, shape), axis, keepdims=True)
-            count = jnp.maximum(jnp.asarray(count, dtype), 1)
+            counted = logits != -jnp.inf if where is None else (logits != -jnp.inf) & where
+            count = jnp.maximum(jnp.sum(counted, axis, keepdims=True).astype(dtype), 1)
+        if self.needs & {"position", "distance"}:
+            position = jnp.asarray(logits.shape[axis] - 1 if position is None else position, dtype)
         if "distance" in self.needs:
-            distance = position - jax.lax.broadcasted_iota(dtype, shape, axis % len(shape))
+            distance = position - jax.lax.broadcasted_iota(dtype, logits.shape, axis % logits.ndim)
         return Place(position if "position" in self.needs else None, count, distance)
 
     # Equality by value, and the pytree.

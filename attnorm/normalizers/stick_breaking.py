@@ -30,7 +30,7 @@ def stick_breaking(
 
     With a causal mask the nearest key takes first, so weights know about recency without position encodings. They
     sum to at most 1. Published for keys strictly before the query: mask the diagonal, or give
-    ``query_offset=-1`` with ``is_causal``. Dense only: it is no sum over keys in any order.
+    ``query_offset=-1`` with ``is_causal``. The order of the keys matters, so no kernel serves it.
 
     Args:
       logits: floating point, any shape.

@@ -66,7 +66,8 @@ def threshold_rectified(
       TypeError: a dtype that is not accepted.
       ValueError: beta infinite or NaN, d not positive, a shape that does not broadcast.
 
-    Source: arXiv 2601.12145, from a secondary source, with i + 1 for n: it could not be checked against its text.
+    Source: arXiv 2601.12145 and github.com/snap-research/TDA, which have i + 1 for n: the same in causal
+    attention, with positions i from 0.
 
     >>> import jax.numpy as jnp
     >>> from attnorm import threshold_rectified

@@ -45,9 +45,9 @@ def top_k(
     axis: int = -1,
     where: Bool[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    """Softmax over the k keys of the largest logits: ``softmax(s)`` where ``s_j >= s_(k)``, the k-th largest, else 0.
+    """Softmax over the k keys of the largest logits: ``softmax(s_j if s_j >= the k-th largest logit else -inf)``.
 
-    Keys that tie with the k-th are all kept. Dense only.
+    Keys that tie with the k-th are all kept. The k-th is known only after a first pass, so no kernel serves it.
 
     Args:
       logits: floating point, any shape.

@@ -254,13 +254,47 @@ def test_costs_are_medians_of_ratios_in_a_round(monkeypatch):
 
 @pytest.mark.slow
 def test_every_normaliser_has_a_cost(capsys):
-    assert main(["--normalizers", "all", "--lengths", "16", "--rounds", "1"]) == 0
-    *rows, rest = capsys.readouterr().out.splitlines()[3:]
-    ratios = {line.split()[0]: line.split()[1:] for line in rows}
-    title, names = rest.split(": ")
-    assert title.strip() == "not served by chunked"
-    assert set(ratios) | set(names.split(", ")) == set(attnorm.normalizer_names())
+    assert main(["--cost", "--lengths", "16", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()[3:]
+    end = next(k for k, line in enumerate(lines) if "not served by chunked: none" in line)
+    ratios = {line.split()[0]: line.split()[1:] for line in lines[:end]}
+    assert set(ratios) == set(attnorm.normalizer_names())
     assert ratios["softmax"] == ["1.00", "1.00"]
+    assert any("forward, sink / softmax: " in line for line in lines[end + 1 :])
+
+
+def test_reports_of_costs_are_added_to_those_in_the_file(tmp_path, monkeypatch, capsys):
+    """And the last at a length counts; what is no file of such reports is left alone."""
+    measured = iter([{"l2": 1.5, "sink": 1.0}, {"entmax15": 4.5}, {"l2": 1.25}])
+
+    def run(normalizers, length, dtype, rounds, progress):
+        found = {name: dict.fromkeys(contenders.PASSES, ratio) for name, ratio in next(measured).items()}
+        assert set(normalizers) >= set(found)
+        bars = [vars(bar) for bar in cost.bars(found, length)]
+        return {
+            "settings": {"length": length, "dtype": dtype},
+            "ratios": found,
+            "not_served": [],
+            "bars": bars,
+        }
+
+    monkeypatch.setattr(cost, "run", run)
+    out = tmp_path / "cost.json"
+    assert main(["--cost", "--out", str(out)]) == 0
+    assert main(["--cost", "--normalizers", "entmax15", "--lengths", "4096", "--out", str(out)]) == 0
+    assert "FAIL  forward, entmax15 / softmax at length 4096: 4.500, at most 4" in capsys.readouterr().out
+    assert main(["--cost", "--normalizers", "l2", "--out", str(out)]) == 0
+    runs = cost.runs_of(out)
+    assert [list(run["ratios"]) for run in runs] == [["l2", "sink"], ["entmax15"], ["l2"]]
+    assert [cost.latest(runs, 2048)[name]["forward"] for name in ("l2", "sink")] == [1.25, 1.0]
+    assert cost.latest(runs, 4096)["entmax15"]["forward"] == 4.5
+    assert runs[0]["bars"][0] == dict(text="forward, l2 / softmax", value=1.5, limit=1.3, at_least=False)
+    for text in ("precious", "[1]", '{"kind": "another"}'):
+        out.write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            main(["--cost", "--out", str(out)])
+        assert f"--out: {out} holds no reports of costs" in capsys.readouterr().err
+        assert out.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -274,8 +308,9 @@ def test_every_normaliser_has_a_cost(capsys):
         (["--normalizers", "l3"], "--normalizers: invalid choice: 'l3'"),
         (["--normalizers", "l2", "l2"], "--normalizers: values are repeated: l2 l2"),
         (["--normalizers", "l2", "all"], "--normalizers: all stands alone"),
-        (["--normalizers", "all", "--check"], "--check: has no meaning with --normalizers all"),
-        (["--normalizers", "all", "--device", "gpu"], "--normalizers: all is measured on cpu, not on gpu"),
+        (["--cost", "--check"], "--check: has no meaning with --cost"),
+        (["--cost", "--lengths", "8", "16"], "--lengths, --dtypes: one of each is wanted with --cost"),
+        (["--normalizers", "all"], "--normalizers: all has no meaning with --device, but with --cost"),
         (["--device", "abacus"], "--device: invalid choice: 'abacus'"),
         (["--device", "gpu", "--compile-only"], "--compile-only: not allowed with argument --device"),
         (["--peers", "splash"], "--peers: splash does not run on cpu"),

@@ -15,7 +15,15 @@ from attnorm.masks import Visibility
 from attnorm.normalizers.rule import merge
 from tests import oracles
 from tests.contract.cases import poison
-from tests.contract.helpers import assert_near, assert_results_near, make_arrays, make_cotangents, oracle, run
+from tests.contract.helpers import (
+    assert_near,
+    assert_results_near,
+    make_arrays,
+    make_cotangents,
+    make_program,
+    oracle,
+    run,
+)
 from tests.oracles import FORMULAS, visible_keys
 
 T, S = 20, 29
@@ -117,7 +125,7 @@ def test_large_logits_in_bfloat16_are_finite(name):
 def test_a_normaliser_that_an_implementation_cannot_serve_is_refused_with_the_reason():
     arrays = [x[:, :5] for x in make_arrays(H=8)]
     for implementation, name, reason in (
-        ("chunked", "l2_gelu", r"chunked: normalizer L2Gelu\(\) needs rows"),
+        ("pallas_tpu", "l2_gelu", r"pallas_tpu: normalizer L2Gelu\(\) needs count, rows"),
         ("pallas_tpu", "ssmax", r"pallas_tpu: normalizer SSMax\(h=0.168, c=0.0\) needs count, map"),
     ):
         with pytest.raises(NotImplementedError, match=reason):
@@ -125,6 +133,80 @@ def test_a_normaliser_that_an_implementation_cannot_serve_is_refused_with_the_re
     chosen = attnorm.dot_product_attention(*arrays, normalizer="l2_gelu")
     expected = attnorm.dot_product_attention(*arrays, normalizer="l2_gelu", implementation="reference")
     np.testing.assert_array_equal(chosen, expected)
+
+
+# Rules that sum n, ask for it, or spread weights by it; and the others that ask.
+COUNTED = ("relu", "ssmax", "elastic")
+ASKING = [name for name in FORMULAS if "count" in attnorm.get_normalizer(name).needs]
+
+
+@pytest.mark.parametrize(
+    "name", [*COUNTED, *(pytest.param(x, marks=pytest.mark.slow) for x in ASKING if x not in COUNTED)]
+)
+def test_a_bias_of_minus_infinity_hides_a_key_and_takes_it_from_the_count(name):
+    """But not under a soft cap, which makes its logit finite."""
+    query, key, _ = make_arrays(T=T, S=S, H=8)
+    seen = np.random.default_rng(7).random((2, 1, T, S)) < 0.6
+    bias = np.where(seen, 0, -np.inf).astype(np.float32)
+
+    def weights(**options):
+        return np.asarray(attnorm.attention_weights(query, key, normalizer=name, is_causal=True, **options))
+
+    np.testing.assert_allclose(weights(bias=bias), weights(mask=seen), rtol=1e-5, atol=1e-7)
+    capped = weights(bias=bias, logits_soft_cap=2.0)
+    far = weights(bias=np.where(seen, 0, -1e9).astype(np.float32), logits_soft_cap=2.0)
+    np.testing.assert_array_equal(capped, far)
+
+
+@pytest.mark.parametrize("name", ["ssmax", "elastic"])
+def test_tiles_are_told_the_same_count(name):
+    query, key, value = make_arrays(T=T, S=S, H=8)
+    bias = np.where(np.random.default_rng(7).random((4, T, S)) < 0.6, 0, -np.inf).astype(np.float32)
+
+    def attend(implementation):
+        return attnorm.dot_product_attention(
+            query, key, value, bias, normalizer=name, implementation=implementation, precision="highest"
+        )
+
+    assert_near("output", jax.jit(lambda: attend("chunked"))(), attend("reference"), 5e-6)
+
+
+# One of each kind: solved, with several numerators, mapped, of whole rows.
+OF_EACH_KIND = ("entmax15", "nap", "ssmax", "stick_breaking")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OF_EACH_KIND, *(pytest.param(x, marks=pytest.mark.slow) for x in CHUNKED if x not in OF_EACH_KIND)],
+)
+def test_a_nan_reaches_no_row_and_no_key_that_is_hidden_from_it(name):
+    """Query 10 sees keys 8 to 13; of the rows that see key 10, 7 to 12, none sees the keys outside 5 to 15."""
+    query, key, value = make_arrays(B=1, T=T, S=T, N=2, K=1, H=8)
+    program = make_program(
+        functools.partial(attnorm.dot_product_attention, implementation="chunked", precision="highest"),
+        normalizer=name,
+        cotangents=make_cotangents(query, value),
+        log_norm=False,
+        local_window_size=(2, 3),
+    )
+    clean = {"query": query, "key": key, "value": value}
+    output, _, gradients = program(clean)
+    place = np.arange(T)
+    far_rows, far_keys = {}, {}
+    far_rows["query"], far_keys["query"] = place != 10, (place < 8) | (place > 13)
+    for where in ("key", "value"):
+        far_rows[where], far_keys[where] = (place < 7) | (place > 12), (place < 5) | (place > 15)
+    for where, clean_array in clean.items():
+        broken = clean_array.copy()
+        broken[0, 10] = np.nan
+        got, _, got_gradients = program(clean | {where: broken})
+        rows, keys = far_rows[where], far_keys[where]
+        assert np.isnan(got[:, ~rows]).any(), where
+        pairs = [(got[:, rows], output[:, rows])]
+        for what, of in (("query", rows), ("key", keys), ("value", keys)):
+            pairs.append((got_gradients[what][:, of], gradients[what][:, of]))
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"NaN in {where}")
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "relu", "softpick", "general", "nap", "affine"])

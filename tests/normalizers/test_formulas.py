@@ -61,7 +61,7 @@ def test_weights_and_gradients(name, params):
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_numbers_of_any_size_give_finite_weights_and_slopes(name):
-    """Logits to 1e4 in float32 and bfloat16, equal ones, and a key of logit -inf, which is a removed key."""
+    """Logits to 1e4 in float32 and bfloat16, equal ones, and a key of logit -inf, which is as if removed."""
     rng = np.random.default_rng(1)
     rows = [1e4 * rng.normal(size=7).clip(-1, 1), np.full(7, 1e4), np.full(7, -1e4), np.zeros(7)]
     with_hole = rng.normal(size=7)
@@ -75,8 +75,16 @@ def test_numbers_of_any_size_give_finite_weights_and_slopes(name):
         assert np.isfinite(np.asarray(weights, np.float32)).all()
         assert np.isfinite(np.asarray(slopes, np.float32)).all()
         assert weights[4, 2] == 0 and slopes[4, 2] == 0
+        hidden = function(logits, where=np.arange(7) != 2)[4]
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float32) for x in (weights[4], hidden)), rtol=4 * float(jnp.finfo(dtype).eps)
+        )
         wide = function(logits.astype(jnp.float32))
         np.testing.assert_array_equal(weights, wide.astype(dtype))
+    if "distance" not in attnorm.get_normalizer(name).needs:  # else the others would stand elsewhere
+        logits = jnp.asarray([*rows, with_hole], jnp.float32)
+        kept, removed = np.delete(function(logits)[4], 2), function(np.delete(logits, 2, axis=1))[4]
+        np.testing.assert_allclose(kept, removed, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("F", FUNCTIONS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import attnorm
+from attnorm.normalizers import matrix
 from tests import oracles
 from tests.checks import double_precision
 from tests.oracles import FORMULAS, ORACLES
@@ -199,6 +200,15 @@ def test_bad_parameters(name, params, fragments):
     with pytest.raises(ValueError) as caught:
         FUNCTIONS[name](jnp.zeros((2, 3)), **params)
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
+
+
+def test_names_of_dense_functions_are_answered_with_where_they_are():
+    for name in ("selective", "differential", "sinkhorn"):
+        assert callable(getattr(matrix, name))
+        with pytest.raises(ValueError, match=f"got '{name}'; .*attnorm.normalizers.matrix.{name}"):
+            attnorm.get_normalizer(name)
+    with pytest.raises(ValueError, match="did you mean 'sparsemax'"):
+        attnorm.get_normalizer("sparse_max")
 
 
 def test_positional_parameters_are_refused():
