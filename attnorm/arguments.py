@@ -67,10 +67,7 @@ def checked_call(
     B, T, N, H = query.shape
     S = key.shape[1]
 
-    if isinstance(normalizer, str):
-        normalizer = get_normalizer(normalizer)
-    elif not isinstance(normalizer, Normalizer):
-        raise TypeError(f"normalizer must be a name or a Normalizer, got {normalizer!r}")
+    normalizer = checked_normalizer(normalizer)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     for leaf in jax.tree.leaves(normalizer):
         if jnp.shape(leaf) not in ((), (N,)):
@@ -94,7 +91,7 @@ def checked_call(
     left, right = _checked_window(local_window_size)
     if is_causal:
         right = 0
-    query_offset = _checked_offset(query_offset, B)
+    query_offset = checked_offset(query_offset, B)
     query_segment_ids, key_segment_ids = _checked_segments(
         query_segment_ids, key_value_segment_ids, B, T, S, batched
     )
@@ -123,6 +120,15 @@ def checked_call(
         scale=H**-0.5 if scale is None else _checked_number("scale", scale),
         logits_soft_cap=None if logits_soft_cap is None else _checked_soft_cap(logits_soft_cap),
     )
+
+
+def checked_normalizer(normalizer: str | Normalizer) -> Normalizer:
+    """The normaliser itself, or that of the name."""
+    if isinstance(normalizer, str):
+        return get_normalizer(normalizer)
+    if not isinstance(normalizer, Normalizer):
+        raise TypeError(f"normalizer must be a name or a Normalizer, got {normalizer!r}")
+    return normalizer
 
 
 def _checked_inputs(query, key, value):
@@ -182,7 +188,7 @@ def _checked_window(window):
     return tuple(None if side is None or side >= _BEYOND_ALL else int(side) for side in sides)
 
 
-def _checked_offset(offset, B):
+def checked_offset(offset, B):
     """None for a plain 0, else int32 of shape () or (B,)."""
     if isinstance(offset, numbers.Integral) and offset == 0:
         return None

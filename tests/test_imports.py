@@ -15,7 +15,7 @@ ROOT = Path(attnorm.__file__).parent
 # A part may import its own layer and those before it. "attnorm" is the package's own __init__.
 LAYERS = [
     {"_compat", "finite", "tiling"},
-    {"normalizers", "masks", "dropout"},
+    {"normalizers", "masks", "dropout", "cache"},
     {
         "places",
         "rows",
@@ -30,7 +30,7 @@ LAYERS = [
         "kernels",
     },
     {"attention"},
-    {"context"},
+    {"decoding", "generation", "context"},
     {"attnorm"},
     {"flax_adapter", "modules"},
     {"models", "data"},
@@ -42,7 +42,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 BESIDE = {
     "theory": {"normalizers"},
     "catalogue": {"attention", "attnorm", "bench"},
-    "bench": {part for part, rank in RANK.items() if rank <= RANK["attnorm"]},
+    "bench": {part for part, rank in RANK.items() if rank <= RANK["attnorm"]} | {"models"},
     "lengthbench": {*RANK, "bench"},
 }
 MAY_IMPORT_THEORY = {"analysis", "training"}

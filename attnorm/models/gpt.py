@@ -11,8 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from attnorm import output_norms
+from attnorm.cache import Cache, checked_counts, make_cache
 from attnorm.models.fields import require_types
 from attnorm.models.positions import (
+    ALIBI_FEATURES,
     ROPE_SCALINGS,
     rope_frequencies,
     rotate,
@@ -344,6 +346,147 @@ class GPT(nnx.Module):
         )
         cap = self.config.logits_soft_cap
         return cap * jnp.tanh(logits / cap) if cap else logits
+
+    def make_cache(self, batch_size: int, num_slots: int, *, window: int | None = None) -> Cache:
+        """An empty cache for :meth:`decode`: of that many tokens a row, or with a window of any number.
+
+        Arguments and errors are those of :func:`attnorm.make_cache`; no row can have more tokens than there are
+        learned positions.
+        """
+        max_length = self.config.max_length if self.position_embedding is not None else None
+        if window is None and max_length is not None:
+            if num_slots > max_length:
+                raise ValueError(f"num_slots must be at most max_length = {max_length}, got {num_slots}")
+            max_length = num_slots
+        return make_cache(
+            batch_size=batch_size,
+            num_slots=num_slots,
+            window=window,
+            max_length=max_length,
+            **self._cache_sizes,
+        )
+
+    @property
+    def _cache_sizes(self):
+        config = self.config
+        return dict(
+            num_layers=config.num_layers,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_size + (ALIBI_FEATURES if config.position == "alibi" else 0),
+            value_head_dim=config.head_size,
+            dtype=config.dtype,
+        )
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        attention_fn: AttentionFn,
+        num_tokens: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B T V"], Cache]:
+        """The logits after each of these tokens, which continue the rows of a cache, and the cache with them.
+
+        Args:
+          tokens: ids, as many at a time as one likes: a prompt, a part of it, or one for each row.
+          cache: of :meth:`make_cache`. Donate it where the call is compiled, else every step copies it.
+          attention_fn: called as in :meth:`__call__`, with all slots as keys and values and with
+            ``query_offset``, (B,), where the first token stands. A causal partial of
+            :func:`attnorm.dot_product_attention` serves, or of :func:`attnorm.split_attention`; a cache with a
+            window also gives ``window``, for :func:`attnorm.windowed_attention`.
+          num_tokens: (B,), how many tokens of each row count; those after them are neither stored nor seen, and their
+            logits mean nothing. By default all.
+
+        Raises:
+          TypeError: tokens or numbers that are not integers.
+          ValueError: no tokens, more of them than the cache has room for as far as its lengths are known, or another
+            shape than the cache's.
+
+        >>> import functools, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import attnorm
+        >>> from attnorm.models.gpt import GPT, GPTConfig
+        >>> config = GPTConfig(vocab_size=64, max_length=8, num_layers=1, num_heads=2, features=16)
+        >>> model, tokens = GPT(config, rngs=nnx.Rngs(0)), jnp.array([[3, 1, 4, 1, 5]])
+        >>> attention_fn = functools.partial(attnorm.dot_product_attention, is_causal=True)
+        >>> cache = model.make_cache(1, 8)
+        >>> _, cache = model.decode(tokens[:, :4], cache, attention_fn)
+        >>> logits, cache = model.decode(tokens[:, 4:], cache, attention_fn)
+        >>> print(jnp.allclose(logits, model(tokens, attention_fn)[:, 4:], atol=1e-5), cache.lengths)
+        True [5]
+        """
+        hidden, cache = self._decode_hidden(tokens, cache, attention_fn, num_tokens)
+        return self.logits(hidden), cache
+
+    def decode_last(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        attention_fn: AttentionFn,
+        num_tokens: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B V"], Cache]:
+        """As :meth:`decode`, with the logits after the last token of each row alone; for :func:`attnorm.generate`."""
+        hidden, cache = self._decode_hidden(tokens, cache, attention_fn, num_tokens)
+        count = tokens.shape[1] if num_tokens is None else jnp.asarray(num_tokens)
+        last_B = jnp.broadcast_to(jnp.maximum(count - 1, 0), tokens.shape[:1])
+        hidden = jnp.take_along_axis(hidden, last_B[:, None, None], axis=1)
+        return self.logits(hidden)[:, 0], cache
+
+    def _decode_hidden(self, tokens, cache, attention_fn, num_tokens):
+        tokens, num_tokens = self._checked_for_decoding(tokens, cache, num_tokens)
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        # Beyond the learned positions, which only traced lengths can be, an embedding would be NaN.
+        bounded = (
+            positions
+            if self.position_embedding is None
+            else jnp.minimum(positions, self.config.max_length - 1)
+        )
+        options = {"query_offset": cache.lengths}
+        if cache.window is not None:
+            options["window"] = cache.window
+
+        def run(block, carry):
+            x, cache, layer = carry
+
+            def attend(query, key, value, **more):
+                nonlocal cache
+                cache = cache.append(layer, key, value, num_tokens)
+                return attention_fn(query, cache.key[layer], cache.value[layer], **options, **more)
+
+            x = block(x, attend, positions)
+            return x, cache, layer + 1
+
+        x, cache, _ = run_stack(
+            self.blocks,
+            run,
+            (self.embed(tokens, bounded), cache, 0),
+            scan=self.config.scan_layers,
+            remat="none",
+        )
+        return self.norm(x), cache.advance(tokens.shape[1] if num_tokens is None else num_tokens)
+
+    def _checked_for_decoding(self, tokens, cache, num_tokens):
+        num_layers, B, _, num_heads, head_dim = cache.key.shape
+        sizes = dict(
+            num_layers=num_layers,
+            num_key_value_heads=num_heads,
+            head_dim=head_dim,
+            value_head_dim=cache.value.shape[-1],
+            dtype=str(cache.key.dtype),
+        )
+        if sizes != self._cache_sizes:
+            raise ValueError(f"cache must have this model's sizes {self._cache_sizes}, got {sizes}")
+        tokens = jnp.asarray(tokens)
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens must hold integers, got {tokens.dtype}")
+        if tokens.ndim != 2 or tokens.shape[0] != B or tokens.shape[1] == 0:
+            raise ValueError(
+                f"tokens must have shape (B, T), with the cache's B = {B} and T > 0, got {tokens.shape}"
+            )
+        T = tokens.shape[1]
+        if num_tokens is not None:
+            num_tokens = checked_counts("num_tokens", num_tokens, B, 0, T)
+        cache.check_room(T if num_tokens is None else num_tokens, T)
+        return tokens, num_tokens
 
 
 def _rms_norm(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:

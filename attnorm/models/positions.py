@@ -12,6 +12,7 @@ ROPE_SCALINGS = ("none", "linear", "yarn")
 # at most once, and blends in between.
 _YARN_FEWEST_TURNS, _YARN_MOST_TURNS = 1.0, 32.0
 _ALIBI_BLOCK = 256  # bfloat16 holds whole numbers up to 256
+ALIBI_FEATURES = 4  # that ALiBi adds to queries and keys
 
 
 def rope_frequencies(

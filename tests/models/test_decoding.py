@@ -1,0 +1,200 @@
+"""The decoder with a cache gives the logits that it gives without one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import attnorm
+from attnorm.models.gpt import GPT, GPTConfig
+from tests.models.test_gpt import CONFIGS, SIZES, TOKENS, V, make
+from tests.test_decoding import NAMES, rule
+
+T = TOKENS.shape[1]
+# How many tokens of each row enter at once: in chunks of 4, then of 1.
+CHUNKS = [np.array(counts) for counts in ([4, 2], [3, 4], [1, 2])]
+STEPS = [np.array([1, 1])]
+
+
+def whole(model, normalizer, window=None, tokens=TOKENS):
+    """Logits without a cache."""
+    attention_fn = functools.partial(
+        attnorm.dot_product_attention,
+        normalizer=normalizer,
+        is_causal=True,
+        local_window_size=None if window is None else (window, 0),
+        implementation="reference",
+    )
+    return np.asarray(jax.jit(lambda tokens: model(tokens, attention_fn))(tokens))
+
+
+def over_cache(normalizer, window=None, **options):
+    """The attention function for the cache."""
+    options = {"normalizer": normalizer, "implementation": "reference"} | options
+    if window is not None:
+        return functools.partial(attnorm.windowed_attention, **options)
+    return functools.partial(attnorm.dot_product_attention, is_causal=True, **options)
+
+
+def compiled(model, attention_fn):
+    """``decode`` as one would run it, with the cache donated."""
+    graph, params = nnx.split(model)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def decode(tokens, cache, num_tokens):
+        return nnx.merge(graph, params).decode(tokens, cache, attention_fn, num_tokens)
+
+    return decode
+
+
+def in_parts(decode, cache, parts):
+    """Logits of all tokens, which enter the cache in parts of (width, counts)."""
+    logits = np.full((2, T, V), np.nan, np.float32)
+    seen = np.zeros(2, int)
+    for width, counts in parts:
+        tokens = np.full((2, width), V - 1)  # what is padding is a token like others
+        for row, count in enumerate(counts):
+            tokens[row, :count] = TOKENS[row, seen[row] : seen[row] + count]
+        made, cache = decode(jnp.asarray(tokens), cache, jnp.asarray(counts))
+        for row, count in enumerate(counts):
+            logits[row, seen[row] : seen[row] + count] = made[row, :count]
+        seen += counts
+    np.testing.assert_array_equal(cache.lengths, seen)
+    return logits, cache
+
+
+PARTS = [(4, counts) for counts in CHUNKS] + [(1, counts) for counts in STEPS]
+
+
+def assert_near(got, expected):
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.max(np.abs(expected)), rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config, normalizer, window",
+    [
+        (CONFIGS["modern"], "ssmax", 3),
+        (CONFIGS["alibi"], "l2", None),
+        ({"output_norm": "global_layer", "scan_layers": False}, "softmax", None),
+    ],
+    ids=["modern", "alibi", "learned"],
+)
+def test_equals_the_logits_without_a_cache(config, normalizer, window):
+    model = make(**config)
+    cache = model.make_cache(2, T if window is None else window + 4, window=window)
+    decode = compiled(model, over_cache(normalizer, window))
+    logits, after = in_parts(decode, cache, PARTS)
+    assert_near(logits, whole(model, normalizer, window))
+    assert cache.key.is_deleted()
+    if window is None:  # a token too many, which only the traced program does not see
+        with pytest.raises(
+            ValueError, match="rows may have max_length = 9 tokens, row 0 has 9 and would have 10"
+        ):
+            model.decode(TOKENS[:, :1], after, over_cache(normalizer))
+        stored = np.asarray(after.key)
+        made, after = decode(TOKENS[:, :1], after, jnp.array([1, 1]))
+        assert np.all(np.isfinite(made)) and np.all(after.lengths == 10)
+        np.testing.assert_array_equal(after.key, stored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_normalizer(name, window):
+    """Not compiled: operations of the same shapes are shared by the normalisers."""
+    model = make(position="rope", num_layers=1, num_key_value_heads=2, qk_norm=True, scan_layers=False)
+    decode = functools.partial(_decode, model, over_cache(rule(name), window))
+    cache = model.make_cache(2, T if window is None else window + 4, window=window)
+    logits, _ = in_parts(decode, cache, PARTS)
+    attention_fn = functools.partial(
+        attnorm.dot_product_attention,
+        normalizer=rule(name),
+        is_causal=True,
+        local_window_size=None if window is None else (window, 0),
+        implementation="reference",
+    )
+    assert_near(logits, model(TOKENS, attention_fn))
+
+
+def _decode(model, attention_fn, tokens, cache, num_tokens):
+    return model.decode(tokens, cache, attention_fn, num_tokens)
+
+
+def test_heads_that_learn_their_normalizer_and_a_split_cache():
+    def attention_fn(query, key, value, *, learned, **options):
+        normalizer = attnorm.get_normalizer("sink", b=learned["b"])
+        return attnorm.split_attention(query, key, value, normalizer=normalizer, num_parts=3, **options)
+
+    def without_cache(query, key, value, *, learned, **options):
+        normalizer = attnorm.get_normalizer("sink", b=learned["b"])
+        return attnorm.dot_product_attention(
+            query, key, value, normalizer=normalizer, is_causal=True, **options
+        )
+
+    config = GPTConfig(**SIZES, position="rope", num_key_value_heads=1)
+    model = GPT(config, learned={"b": 1.5}, rngs=nnx.Rngs(0))
+    logits, _ = in_parts(compiled(model, attention_fn), model.make_cache(2, 12), [(T, np.array([T, T]))])
+    assert_near(logits, jax.jit(lambda: model(TOKENS, without_cache))())
+
+
+def test_generates_what_repeated_passes_would():
+    model = make(position="rope", num_layers=1, num_key_value_heads=2)
+    graph, params = nnx.split(model)
+    attention_fn = over_cache("l2")
+
+    def decode(params, tokens, cache, num_tokens):
+        return nnx.merge(graph, params).decode_last(tokens, cache, attention_fn, num_tokens)
+
+    lengths = np.array([5, 2])
+    out = attnorm.generate(
+        decode, params, model.make_cache(2, T), TOKENS[:, :5], max_new_tokens=4, prompt_lengths=lengths
+    )
+    tokens = np.array(TOKENS)
+    without_cache = jax.jit(lambda tokens: model(tokens, attention_fn))
+    for step in range(4):
+        logits = without_cache(tokens)
+        for row, length in enumerate(lengths + step):
+            tokens[row, length] = np.argmax(logits[row, length - 1])
+            assert out.tokens[row, step] == tokens[row, length]
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "error, tokens, num_tokens, message",
+    [
+        (ValueError, TOKENS[:, :0], None, r"the cache's B = 2 and T > 0, got \(2, 0\)"),
+        (
+            ValueError,
+            TOKENS[:1],
+            None,
+            r"tokens must have shape \(B, T\), with the cache's B = 2 .* got \(1, 9\)",
+        ),
+        (TypeError, TOKENS[:, :2] * 1.0, None, "tokens must hold integers, got float32"),
+        (ValueError, TOKENS[:, :5], None, "at most 4 can be appended at once to a cache of 4 slots, got 5"),
+        (ValueError, TOKENS[:, :2], np.array([1, 3]), r"num_tokens must be from 0 to 2, got \[1, 3\]"),
+    ],
+)
+def test_tokens_that_do_not_fit(error, tokens, num_tokens, message):
+    model = make()
+    with pytest.raises(error, match=message):
+        model.decode(tokens, model.make_cache(2, 4), over_cache("l2"), num_tokens)
+
+
+def test_caches_that_do_not_fit():
+    model = make()
+    with pytest.raises(ValueError, match="num_slots must be at most max_length = 16, got 17"):
+        model.make_cache(1, 17)
+    assert model.make_cache(1, 8, window=4).max_length == 16
+    with pytest.raises(
+        ValueError, match="cache must have this model's sizes .*'num_layers': 2.* got .*'num_layers': 1"
+    ):
+        model.decode(TOKENS, make(num_layers=1).make_cache(2, 16), over_cache("l2"))
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'window'"
+    ):  # else the slots would be misread
+        model.decode(TOKENS[:, :2], model.make_cache(2, 8, window=4), over_cache("l2"))
