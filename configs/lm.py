@@ -32,7 +32,7 @@ ARGUMENTS = {
 def get_config(argument: str | None = None) -> ConfigDict:
     """Arguments, after a colon: ``runlocal`` (seconds, to see that it runs), ``published``, ``steps``, ``corpus``,
     ``tokenizer``, ``learning_rate``, ``normalizer``, and ``learned``: whether its parameters are learned."""
-    argument = parse_argument(argument, **ARGUMENTS, normalizer="l2", learned=False)
+    argument = parse_argument(argument, **ARGUMENTS | {"steps": 1500}, normalizer="l2", learned=False)
     config = language_model("lm", argument, normalizers=(argument.normalizer,), seeds=(0,))
     config.lm.learned_normalizer = argument.normalizer if argument.learned else ""
     return config
@@ -60,7 +60,7 @@ def language_model(
         "beta2": 0.95,
         "beta2_exponent": 0.0,
         "clip_norm": 1.0,
-        "warmup_fraction": 0.05,
+        "warmup_fraction": 0.1,
         "cooldown_fraction": 0.25,
         "reset_optimizer": False,
     }

@@ -82,7 +82,7 @@ def unigram_entropy(stream: Int[np.ndarray, "S"]) -> float:
 def pieces(
     stream: Int[np.ndarray, "S"], length: int, count: int, end_of_document: int
 ) -> Int[np.ndarray, "M T+1"]:
-    """Pieces of T tokens, none from two documents, each behind the end-of-document id; first those of most documents.
+    """Pieces of T tokens, none from two documents, each behind the end-of-document id; evenly from the whole stream.
 
     Raises:
       ValueError: the documents have fewer such pieces.
@@ -90,22 +90,22 @@ def pieces(
     >>> from attnorm.data.corpus import pieces
     >>> pieces(np.array([0, 1, 2, 3, 4, 5, 0, 6, 7, 0, 8]), length=2, count=3, end_of_document=0)
     array([[0, 1, 2],
-           [0, 6, 7],
-           [0, 3, 4]], dtype=int32)
+           [0, 3, 4],
+           [0, 6, 7]], dtype=int32)
     """
     starts = np.flatnonzero(stream == end_of_document) + 1
     sizes = np.append(starts[1:] - 1, len(stream)) - starts
-    places = sorted(
-        (k, start) for start, size in zip(starts, sizes, strict=True) for k in range(size // length)
+    begins = np.concatenate(
+        [start + length * np.arange(size // length) for start, size in zip(starts, sizes, strict=True)]
     )
-    if len(places) < count:
+    if len(begins) < count:
         raise ValueError(
             f"{count} pieces of {length:,} tokens are needed, but the documents that are held out have "
-            f"{len(places)}; the longest document has {max(sizes):,} tokens"
+            f"{len(begins)}; the longest document has {max(sizes):,} tokens"
         )
-    begins = [start + k * length for k, start in places[:count]]
+    chosen = begins[np.arange(count) * len(begins) // count]
     return np.stack(
-        [np.append(np.int32(end_of_document), stream[begin : begin + length]) for begin in begins]
+        [np.append(np.int32(end_of_document), stream[begin : begin + length]) for begin in chosen]
     ).astype(np.int32)
 
 

@@ -2,11 +2,14 @@
 
 import ast
 import importlib.util
+import json
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
+from attnorm.training import loop
 from attnorm.training.config import ConfigError
 from attnorm.training.loop import parse_config
 
@@ -97,6 +100,29 @@ def test_arguments_of_language_models(name, argument, expected):
         sections = (config, config.ensemble, config.optimizer, config.mesh, config.lm, config.lm.model)
         found = {key: value for section in sections for key, value in section.items()}
         assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("lm", "normalizer=sink,learned"),
+        ("lm_extrapolation", "output_rescale=sqrt_position"),
+        ("lm_output_norms", "output_norm=head_rms"),
+        ("lm_nope", "output_norm=global_layer"),
+        ("lm_avnorm_lp", ""),
+        ("lm_1b", ""),
+    ],
+)
+def test_language_models_run_locally(name, argument, tmp_path):
+    config = get_config(LM[name], f"runlocal,{argument}").to_dict()
+    assert loop.run(config, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [{key: row[key] for key in row if key.startswith("loss/")} for row in rows]
+    assert len(losses[0]) == len(config["ensemble"]["normalizers"])
+    assert all(losses[-1][key] < losses[0][key] < 6 for key in losses[0])
+    if name == "lm_avnorm_lp":  # where every p is the same model
+        np.testing.assert_allclose(list(losses[-1].values()), losses[-1]["loss/lp(p=1)/seed0"], rtol=1e-4)
 
 
 def test_published_sizes_of_language_models():
