@@ -1,10 +1,11 @@
-"""Speed and memory of attention, in one of four ways: ``python -m attnorm.bench``.
+"""Speed and memory of attention, in one of five ways: ``python -m attnorm.bench``.
 
 By default, or with ``--device``, implementations × normalisers and their peers are measured on this machine: each in
 a process of its own, in turn with the others. ``--cost`` measures the time of normalisers over that of softmax, in
 one process and on the CPU. ``--compile-only`` compiles the TPU kernels for a chip that is not there and reports memory
 and code. ``--static-cycles`` counts their cycles and those of their peers. The last two need libtpu. Measured and
-counted figures are in different reports.
+counted figures are in different reports. ``--context N`` splits a sequence over N virtual devices, compares with one
+device and counts the bytes that are sent; with ``--compile-only``, over N chips of a topology.
 """
 
 import argparse
@@ -16,13 +17,24 @@ from pathlib import Path
 
 import jax
 
-from attnorm.bench import compile_only, cost, cycles, measured, plot, report, static_cycles, tpu_kernels
+from attnorm.bench import (
+    compile_only,
+    context,
+    cost,
+    cycles,
+    measured,
+    plot,
+    report,
+    static_cycles,
+    tpu_kernels,
+)
 from attnorm.bench.contenders import DEVICES, DTYPES, PASSES, PEERS, Case, default_contenders, is_installed
-from attnorm.bench.topology import LibtpuMissing, UnknownTopology
 from attnorm.normalizers import normalizer_names
+from attnorm.topology import LibtpuMissing, UnknownTopology
 
 # Defaults, by way of measuring; an option that is not listed for a way is refused there.
 _DEVICE, _COST, _COMPILE, _STATIC = "--device", "--cost", "--compile-only", "--static-cycles"
+_CONTEXT, _CONTEXT_COMPILE = "--context", "--context and --compile-only"
 _DEFAULTS = {
     _DEVICE: dict(
         normalizers=None,
@@ -41,6 +53,8 @@ _DEFAULTS = {
         normalizers=["l2", "softmax", "lp", "sink"], topology=None, blocks=list(tpu_kernels.BLOCKS)
     ),
     _STATIC: dict(normalizers=["l2", "softmax", "lp", "sink"], blocks=list(tpu_kernels.BLOCKS), plot=None),
+    _CONTEXT: dict(normalizers=["l2"], lengths=[2048]),
+    _CONTEXT_COMPILE: dict(normalizers=["l2"], lengths=[131_072], topology=None),
 }
 
 
@@ -53,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _reserve(parser, name, getattr(options, name), adds=way == _COST)
     # Devices are for the processes that are measured.
     jax.config.update("jax_platforms", "cpu")
+    if way == _CONTEXT:
+        context.prepare(options.context)
     try:
         result = _RUN[way](options)
         if options.out:
@@ -122,11 +138,27 @@ def _count(options) -> dict:
     return result
 
 
+def _split(options) -> dict:
+    (length,) = options.lengths
+    result = context.run(options.context, length, options.normalizers, _progress)
+    print(context.text(result), flush=True)
+    return result
+
+
+def _compile_split(options) -> dict:
+    (length,) = options.lengths
+    result = context.compile_only(options.topology, options.context, length, options.normalizers, _progress)
+    print(context.text(result), flush=True)
+    return result
+
+
 _RUN: dict[str, Callable] = {
     _DEVICE: _measure,
     _COST: _compare_costs,
     _COMPILE: _compile,
     _STATIC: _count,
+    _CONTEXT: _split,
+    _CONTEXT_COMPILE: _compile_split,
 }
 
 
@@ -149,6 +181,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     # None is "not given"; what it means depends on the way.
     add = parser.add_argument
+    add(
+        "--context",
+        type=_positive,
+        metavar="N",
+        help="a sequence split over N devices; also with --compile-only",
+    )
     add("--normalizers", nargs="+", choices=[*normalizer_names(), "all"], metavar="NAME")
     add("--implementations", nargs="+", metavar="NAME", help="as in attnorm.dot_product_attention")
     add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=", ".join(PEERS))
@@ -174,11 +212,17 @@ def _settle(parser, options) -> str:
     """Fills in the defaults of the way that was asked for; refuses what has no meaning there."""
     ways = {_COST: options.cost, _COMPILE: options.compile_only, _STATIC: options.static_cycles}
     way = next((way for way, is_wanted in ways.items() if is_wanted), _DEVICE)
+    if options.context:
+        if options.device != "cpu" or way in (_COST, _STATIC):
+            parser.error(f"argument --context: has no meaning with {way}")
+        if way == _COMPILE and options.context % 2:
+            parser.error(f"argument --context: an even number is wanted with {way}, got {options.context}")
+        way = _CONTEXT_COMPILE if way == _COMPILE else _CONTEXT
     if options.normalizers and "all" in options.normalizers:
         if options.normalizers != ["all"]:
             parser.error("argument --normalizers: all stands alone")
         options.normalizers = list(normalizer_names())
-        if way in (_COMPILE, _STATIC):
+        if way in (_COMPILE, _STATIC, _CONTEXT_COMPILE):
             options.normalizers = tpu_kernels.served(options.normalizers)
         if way == _DEVICE:
             parser.error("argument --normalizers: all has no meaning with --device, but with --cost")
@@ -191,10 +235,12 @@ def _settle(parser, options) -> str:
             parser.error(f"argument {_flag(name)}: has no meaning with {way}")
         elif isinstance(value, list) and len(set(value)) < len(value):
             parser.error(f"argument {_flag(name)}: values are repeated: {' '.join(map(str, value))}")
-    if way == _COMPILE and not re.fullmatch(r"\w+:\d+(x\d+)+", options.topology or ""):
+    if way in (_COMPILE, _CONTEXT_COMPILE) and not re.fullmatch(r"\w+:\d+(x\d+)+", options.topology or ""):
         parser.error(f"argument --topology: a name such as v5e:2x2 is wanted, got {options.topology!r}")
     if way == _COST and (len(options.lengths) > 1 or len(options.dtypes) > 1):
         parser.error(f"argument --lengths, --dtypes: one of each is wanted with {way}")
+    if way in (_CONTEXT, _CONTEXT_COMPILE) and len(options.lengths) > 1:
+        parser.error(f"argument --lengths: one is wanted with {way}")
     if options.plot and not importlib.util.find_spec("matplotlib"):
         parser.error("argument --plot: needs matplotlib, which is not installed")
     for peer in options.peers or ():

@@ -1,12 +1,10 @@
-"""Compiles for a TPU that is not there: libtpu alone is needed, and it also says what it made of a kernel."""
+"""Compiles kernels for a TPU that is not there, and reads what libtpu says it made of them."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import glob
-import importlib.util
-import os
 import re
 import shutil
 import tempfile
@@ -16,24 +14,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxlib._hlo import HloPrintOptions
 
+from attnorm import topology as described
 from attnorm.bench.hlo_tables import kernel_tables
 
 _DUMP_FLAGS = (
     "--xla_jf_dump_llo_text=true",
     "--xla_jf_dump_llo_pass_label_regex=.*final.*",
 )
-
-
-class LibtpuMissing(Exception):
-    """There is no libtpu here."""
-
-
-class UnknownTopology(ValueError):
-    """libtpu knows no topology of this name."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +49,9 @@ def require_libtpu() -> Path:
     Raises:
       LibtpuMissing: with what to do about it.
     """
-    if not importlib.util.find_spec("libtpu"):
-        raise LibtpuMissing("needs libtpu, which is not installed: pip install 'attnorm[tpu]'")
     folder = tempfile.mkdtemp(prefix="attnorm-bundles-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # There is no machine to ask, and other processes may have loaded libtpu too.
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    arguments = [os.environ.get("LIBTPU_INIT_ARGS", ""), f"--xla_jf_dump_to={folder}", *_DUMP_FLAGS]
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(arguments)
+    described.require_libtpu(" ".join((f"--xla_jf_dump_to={folder}", *_DUMP_FLAGS)))
     return Path(folder)
 
 
@@ -77,11 +62,7 @@ def one_chip(topology: str) -> Mesh:
       UnknownTopology: with what libtpu says.
     """
     require_libtpu()
-    try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    except jax.errors.JaxRuntimeError as error:
-        raise UnknownTopology(str(error)) from error
-    return Mesh(np.array(description.devices[:1]), ("one",), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(described.tpu_devices(topology)[:1]), ("one",), axis_types=(AxisType.Auto,))
 
 
 def compile_for(topology: str, function: Callable, arguments: Sequence) -> CompiledProgram:

@@ -90,7 +90,7 @@ def ring_attention(
         best on this platform. A ring takes ``"chunked"`` and ``"pallas_tpu"``.
 
     Returns:
-      The output (B, T, N, Hv), in query's dtype, sharded as the query is; with ``return_log_norm`` also λ (B, T, N).
+      The output (B, T, N, Hv), in query's dtype, split over the mesh; with ``return_log_norm`` also λ (B, T, N).
       Gradients are exact, also those of array parameters, which are summed over the mesh.
 
     Raises:

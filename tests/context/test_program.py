@@ -1,5 +1,6 @@
 """What is compiled for a split sequence, how it composes with the rest of JAX, and how long sequences may be."""
 
+import jax
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -151,3 +152,29 @@ def test_a_long_sequence_fits_in_memory(on_devices):
     """131,072 tokens, forward and backward; the check itself holds about 1 GB in float64."""
     peak_kilobytes = int(on_devices(8, "-c", LONG).split()[-1])
     assert peak_kilobytes < 8e6
+
+
+KERNELS = """
+from jax.experimental.pallas import tpu as pltpu
+from attnorm import kernels
+
+mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,))
+attention = functools.partial(
+    attnorm.ring_attention, mesh=mesh, is_causal=True, precision="highest", implementation="pallas_tpu")
+query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 8))
+key, value = key[:, :, :1], value[:, :, :1]
+b = b[:2]
+blocks = kernels.BlockSizes(128, 128)
+with kernels.config(kernels.Config(forward=blocks, backward=blocks, interpret=pltpu.InterpretParams())):
+    got = jax.jit(gradients(attention))(query, key, value, b)
+alone = functools.partial(attnorm.dot_product_attention, is_causal=True, precision="highest")
+assert_near(got, jax.jit(gradients(alone))(query, key, value, b))
+"""
+
+
+# As for the kernels without a ring: only these simulated devices know varying axes.
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="before 0.11 the simulated devices wait for each other for ever"
+)
+def test_tpu_kernels_compute_the_tiles(on_devices):
+    on_devices(2, "-c", PROLOGUE.partition("expected =")[0] + KERNELS)
