@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 
 # Pallas kernels for Hopper: plgpu.kernel(out_type=...), plgpu.store and an interpreter. From 0.12 on.
 HAS_MOSAIC_GPU = jax.__version_info__ >= (0, 12)
+# Deprecated since 0.11; gone in a release to come.
+HAS_PALLAS_TRITON = find_spec("jax.experimental.pallas.triton") is not None
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

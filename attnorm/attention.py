@@ -89,8 +89,8 @@ def dot_product_attention(
       return_residual: only False; ``jax.nn``'s logsumexp is ``return_log_norm`` with ``normalizer="softmax"``.
       implementation: ``"reference"`` (dense, any order of differentiation), ``"chunked"`` (O(T + S) memory, reverse
         mode), ``"pallas_tpu"`` (fused, reverse mode, no dropout, no float64; :class:`attnorm.kernels.Config`),
-        ``"pallas_gpu"`` (likewise, on NVIDIA Hopper, in bfloat16 and float16), a sequence of names to try in order,
-        or None for the best on this platform.
+        ``"pallas_gpu"`` (likewise, on NVIDIA GPUs of compute capability 8.0 and newer), a sequence of names to try
+        in order, or None for the best on this platform.
 
     Returns:
       The output (B, T, N, Hv), in query's dtype; with ``return_log_norm`` also λ (B, T, N), in float32 (float64 for

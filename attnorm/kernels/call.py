@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnorm import _compat
+from attnorm.masks import Visibility
 
 
 def pallas_call(kernel, *, name, grid, semantics, tables, inputs, in_specs, outputs, scratch, static) -> Any:
@@ -58,6 +59,26 @@ def pallas_call(kernel, *, name, grid, semantics, tables, inputs, in_specs, outp
         interpret=static.interpret,
     )(*tables, *inputs)
     return outputs_tree.unflatten(results)
+
+
+def product_precision(precision):
+    """For products of float32: HIGHEST for all above the default, for want of levels between.
+
+    NotImplemented for what is no level, such as an algorithm.
+    """
+    if precision is None:
+        return None
+    try:
+        levels = [jax.lax.Precision(p) for p in (precision if isinstance(precision, tuple) else (precision,))]
+    except ValueError:
+        return NotImplemented
+    default = jax.lax.Precision.DEFAULT
+    return default if all(level == default for level in levels) else jax.lax.Precision.HIGHEST
+
+
+def hides(visibility: Visibility) -> bool:
+    """Whether some pair of a query and a key may be hidden."""
+    return bool(jax.tree.leaves(visibility)) or (visibility.left, visibility.right) != (None, None)
 
 
 def heads_first(x, length: int, width: int):

@@ -66,7 +66,8 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             ds, d_spread = back(g * dp, d_stats)
             d_spread = jax.tree.leaves(d_spread)
             d_rule = tuple(total + jnp.sum(x, axis=1) for total, x in zip(d_rule, d_spread, strict=True))
-            dq = tile.add_product(static, dq, ds.astype(dtype), key)
+            ds = tile.at_visible(inputs, s, ds).astype(dtype)
+            dq = tile.add_product(static, dq, ds, key)
             plgpu.barrier_arrive(key_done)
             return dq, d_rule, state
 
@@ -146,12 +147,13 @@ def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling, names
             s, capped = tile.logits(static, inputs, place, is_full, s)
             f, back = tile.recompute(tile.rule_over(inputs.rule, place.head, shape), s, capped, of_row(0))
             if "value" in totals:
-                weights = (of_row(1) * f).astype(dtype)
+                weights = tile.at_visible(inputs, s, of_row(1) * f).astype(dtype)
                 totals |= {"value": tile.add_product(static, totals["value"], weights, d_output)}
             if "key" in totals:
                 dp = tile.product(values.at[group], d_output.transpose((1, 0)), shape)
                 ds, _ = back(of_row(1) * dp, [of_row(r) for r in range(2, num_rows)])
-                totals |= {"key": tile.add_product(static, totals["key"], ds.astype(dtype), query)}
+                ds = tile.at_visible(inputs, s, ds).astype(dtype)
+                totals |= {"key": tile.add_product(static, totals["key"], ds, query)}
             for done in (state_done, d_output_done, query_done):
                 plgpu.barrier_arrive(done)
             return totals

@@ -16,6 +16,7 @@ from attnorm.kernels import gpu_tile as tile
 from attnorm.kernels.gpu_call import kernel_call
 from attnorm.kernels.gpu_rule import translated
 from attnorm.kernels.schedule import Schedule
+from attnorm.rows import num_statistics
 
 
 def forward(static, inputs: tile.Inputs, schedule: Schedule, tiling):
@@ -25,7 +26,7 @@ def forward(static, inputs: tile.Inputs, schedule: Schedule, tiling):
     dtype = inputs.query.dtype
     bk = tiling.bk
     groups = tiling.bq // tile.ROWS
-    num_stats = len(jax.eval_shape(_terms_of_zero, inputs.rule)[1])
+    num_stats = num_statistics(inputs.rule)
     shares_memory = H == Hv
 
     def kernel(inputs, outputs, scratch):
@@ -91,6 +92,8 @@ def forward(static, inputs: tile.Inputs, schedule: Schedule, tiling):
                 factor, factors = translated(rule(m.shape).rescale)(m_old, m)
                 stats = [h * r for h, r in zip(stats, factors, strict=True)]
                 accumulator = accumulator * tile.over_rows(factor, accumulator.shape)
+            else:  # such as a rectifier, for which the hardware's maximum of 0 and NaN may be 0
+                f = jnp.where(s == s, f, jnp.nan)
             stats = tuple(a + b for a, b in zip(stats, terms, strict=True))
             f = f.astype(dtype)
             take_turns()
@@ -133,8 +136,3 @@ def steps(start, stop):
     if isinstance(start, int) and isinstance(stop, int):
         return stop - start
     return jnp.maximum(stop - start, 0)
-
-
-def _terms_of_zero(rule):
-    zero = jnp.zeros(1, jnp.float32)
-    return jax.tree.map(lambda leaf: jnp.zeros(1, jnp.float32), rule).terms(zero, zero)

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     query_ids, key_ids: (B, T) and (B, S).
     rule: the normaliser, with parameters (N,).
     d_output: (B, T, N, Hv), and rows: (B, N, 2 + statistics, T): m, g and the gradients of the statistics. For
-    backward kernels.
+    backward kernels, as is broken: (1,), whether a row is NaN; only where pairs can be hidden.
 
     All but the first three and d_output are padded to whole tiles: the copy engine fills those with zeros.
     """
@@ -47,6 +47,7 @@ class Inputs(NamedTuple):
     tables: Tables
     d_output: Any = None
     rows: Any = None
+    broken: Any = None
 
 
 class Place(NamedTuple):
@@ -163,6 +164,13 @@ def recompute(rule, s, capped, m):
         return ds if capped is None else ds * (1 - capped * capped), d_rule
 
     return f, back
+
+
+def at_visible(inputs: Inputs, s, x):
+    """x with 0 at hidden pairs, where it is 0 already unless its row is NaN."""
+    if inputs.broken is None:
+        return x
+    return jax.lax.cond(inputs.broken[0] != 0, lambda x: jnp.where(s == -jnp.inf, 0, x), lambda x: x, x)
 
 
 def visible(static, inputs: Inputs, place: Place):

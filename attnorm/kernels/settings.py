@@ -1,4 +1,4 @@
-"""Block sizes and memory of the TPU kernels, and how to run them without a TPU."""
+"""Which kernels run, block sizes and memory of those for TPUs, and how to run all of them without a device."""
 
 from __future__ import annotations
 
@@ -46,13 +46,19 @@ class Config:
       forward: block sizes of the forward kernel; None takes them from a table per kind of device.
       backward: block sizes of the backward kernels, likewise.
       vmem_bytes: vector memory that a kernel may use; None is three quarters of what the device has.
-      interpret: run without a TPU: True, or ``pltpu.InterpretParams`` to simulate the DMAs too.
+      gpu: on a GPU, the kernels to use: "hopper" or "portable"; None is the first of these that serves the call.
+      interpret: run without a TPU or GPU: True, or ``pltpu.InterpretParams`` to simulate the DMAs too.
     """
 
     forward: BlockSizes | None = None
     backward: BlockSizes | None = None
     vmem_bytes: int | None = None
+    gpu: str | None = None
     interpret: Any = False
+
+    def __post_init__(self):
+        if self.gpu not in (None, "hopper", "portable"):
+            raise ValueError(f'gpu must be None, "hopper" or "portable", got {self.gpu!r}')
 
 
 config = jax.make_user_context(Config())

@@ -224,7 +224,7 @@ def run(schedule, tables, b, outer, inner, step):
 
 def spread(axes: Inputs, inputs: Inputs) -> Inputs:
     """The axes of every array in a tree of inputs: the rule and the row statistics are trees of their own."""
-    return Inputs(
+    return type(inputs)(
         *(
             None if x is None else jax.tree.map(lambda _, letters=letters: letters, x)
             for letters, x in zip(axes, inputs, strict=True)

@@ -26,6 +26,7 @@ from attnorm.kernels.call import (
     heads_last,
     pad_ids,
     pad_pairs,
+    product_precision,
     rows_first,
     rows_last,
 )
@@ -53,7 +54,7 @@ def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
         return "dropout is not supported"
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype} is not supported"
-    if _precision(precision) is NotImplemented:
+    if product_precision(precision) is NotImplemented:
         return f"precision {precision!r} is not supported"
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
@@ -167,7 +168,7 @@ def _prepared(query, key, value, bias, visibility, normalizer, scale, logits_sof
         logits_soft_cap=logits_soft_cap,
         left=visibility.left,
         right=visibility.right,
-        precision=_precision(precision),
+        precision=product_precision(precision),
         vmem_bytes=vmem_bytes(),
         interpret=config.value.interpret,
         forward=tiling(forward_blocks, backward=False),
@@ -196,18 +197,6 @@ class _Static:
     backward: Tiling
     tiling: Tiling | None = None
     is_partial: bool = False
-
-
-def _precision(precision):
-    """For products of float32: HIGHEST for all above the default, for want of levels between."""
-    if precision is None:
-        return None
-    try:
-        levels = [jax.lax.Precision(p) for p in (precision if isinstance(precision, tuple) else (precision,))]
-    except ValueError:
-        return NotImplemented
-    default = jax.lax.Precision.DEFAULT
-    return default if all(level == default for level in levels) else jax.lax.Precision.HIGHEST
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

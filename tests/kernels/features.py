@@ -120,7 +120,12 @@ FEATURES = {f"{row}: {name}": case for row, cases in CONTRACT.items() for name, 
 
 def make_call(feature, **common):
     """-> the attention as a function (arrays, rule), and abstract arrays and parameters to trace it with."""
-    options = dict(FEATURES[feature])
+    return call_of(FEATURES[feature], **common)
+
+
+def call_of(case, **common):
+    """The same for a case that is in no row."""
+    options = dict(case)
     dtype = options.pop("dtype", jnp.bfloat16)
     sizes = dict(T=T, S=S, N=N, K=K, H=64, Hv=64) | options.pop("shape", {})
     rule = options.pop("rule", {})

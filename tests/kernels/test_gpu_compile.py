@@ -8,13 +8,13 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from attnorm import _compat
-from tests.kernels.features import make_call
+from tests.kernels import gpu_targets
+from tests.kernels.features import N, call_of, floats, make_call
+from tests.kernels.gpu_targets import with_gradients
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax[cuda13-local]")
 pytestmark = [
@@ -22,42 +22,10 @@ pytestmark = [
     pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the kernels need JAX 0.12"),
 ]
 
-# What the compiler asks of a device: an H100 with 80 GB.
-H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 }
-  core_count: 132
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  clock_rate_ghz: 1.98
-  device_memory_size: 85899345920
-  l2_cache_size: 52428800
-  memory_bandwidth: 3350000000000
-}
-platform_name: "CUDA"
-runtime_version { major: 13 minor: 0 patch: 0 }
-dnn_version_info { major: 9 minor: 12 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
 
 @pytest.fixture(scope="module")
 def target():
-    """A place to compile for: -> an abstract mesh, and the sharding of everything."""
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=H100, topology="1x1x1")
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="cuda")
-    mesh = AbstractMesh((1,), ("d",), (AxisType.Auto,), abstract_device=device)
-    return mesh, NamedSharding(Mesh(np.array(topology.devices), ("d",)), PartitionSpec())
+    return gpu_targets.target("H100")
 
 
 def compile_kernels(function, arrays, rule, target, monkeypatch, capfd):
@@ -79,17 +47,6 @@ def compile_kernels(function, arrays, rule, target, monkeypatch, capfd):
     return {name: (products[name], int(stores) + int(loads)) for name, stores, loads in spilled}
 
 
-def with_gradients(call):
-    def value_and_gradients(arrays, rule):
-        floats, others = {}, {}
-        for name, x in arrays.items():
-            (floats if jnp.issubdtype(x.dtype, jnp.floating) else others)[name] = x
-        results, pull = jax.vjp(lambda floats, rule: call(floats | others, rule), floats, rule)
-        return results, pull(jax.tree.map(jnp.ones_like, results))
-
-    return value_and_gradients
-
-
 # One or a few of every row of the contract; what float32 kernels would be for is refused, a bias goes elsewhere.
 SAMPLED = {
     "causal": ["T > S"],
@@ -103,14 +60,41 @@ SAMPLED = {
     "head dims": ["40", "128", "192 and 40", "16 and 256"],
     "lengths of arrays": ["one query"],
     "dtype": ["float16"],
-    "normalizer": ["softmax", "lp", "linf", "sink", "softplus"],
+    "normalizer": [
+        "softmax",
+        "lp",
+        "linf",
+        "sink",
+        "softplus",
+        "softpick",
+        "relu",
+        "squared_relu",
+        "reluformer",
+    ],
 }
 FEATURES = [f"{row}: {name}" for row, names in SAMPLED.items() for name in names]
+PER_HEAD = floats(N, dtype=jnp.float32)
+RULES = {
+    "sigmoid with a bias": dict(normalizer="sigmoid", rule=dict(b=PER_HEAD)),
+    "polynomial of degree 1": dict(normalizer="polynomial", rule=dict(k=1)),
+    "sigmoid over its norm": dict(normalizer="general", rule=dict(F="sigmoid", p=3.0)),
+    "1 + s² over its norm": dict(
+        normalizer="general", rule=dict(F="one_plus_square", p=PER_HEAD, T=PER_HEAD)
+    ),
+}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature, target, monkeypatch, capfd):
-    call, arrays, rule = make_call(feature, implementation="pallas_gpu")
+    check(*make_call(feature, implementation="pallas_gpu"), target, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name, target, monkeypatch, capfd):
+    check(*call_of(RULES[name], implementation="pallas_gpu"), target, monkeypatch, capfd)
+
+
+def check(call, arrays, rule, target, monkeypatch, capfd):
     kernels = compile_kernels(with_gradients(call), arrays, rule, target, monkeypatch, capfd)
     assert len(kernels) in (3, 4) and {name.startswith("attnorm_gpu_") for name in kernels} == {True}
     for name, (products, spilled) in kernels.items():

@@ -1,0 +1,101 @@
+"""The portable GPU kernels, interpreted: values and gradients against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import attnorm
+from attnorm import kernels
+from tests.contract import cases
+from tests.contract.cases import Case
+from tests.contract.helpers import make_arrays
+from tests.kernels.features import FUSED
+from tests.kernels.test_gpu import assert_like_reference, check, nan_results
+
+PORTABLE = kernels.Config(gpu="portable", interpret=True)
+
+
+def test_causal(monkeypatch):
+    check(
+        Case(lengths=(97, 63), heads=(4, 2), restriction="causal", poison=float("nan")),
+        monkeypatch,
+        config=PORTABLE,
+    )
+
+
+# Every restriction once; all dtypes, head dims on either side of a tile, one and several tiles each way.
+FACTORS = {
+    "restriction": [
+        "none",
+        "causal-offset-per-batch",
+        "window-offset",
+        "window-left",
+        "both-lengths",
+        "segments",
+        "own-segments",
+        "mask-NTS",
+        "mask-1N1S",
+        "mask-B1T1",
+        "empty-rows",
+        "soft-cap",
+        "combination",
+    ],
+    "lengths": [(1, 1), (1, 300), (300, 1), (97, 63), (128, 128), (192, 192), (200, 130)],
+    "normalizer": [x for x in cases.NORMALIZERS if x[0] in FUSED],
+    "width": [16, 40, 64, 80, 128],
+    "value_width": [None, 64, 128],
+    "heads": [(1, 1), (2, 2), (4, 2), (3, 1)],
+    "batch": [1, 1, 2],
+    "dtype": ["f32", "f32", "bf16", "f16"],
+    "logits": list(cases.LOGITS),
+    "log_norm": [True, False],
+    "poison": [None, float("nan"), float("inf")],
+}
+SLOW_CASES = cases.pairwise(FACTORS, count=len(FACTORS["restriction"]), cost=8e6, seed=4)
+WIDE = Case(lengths=(70, 40), width=256, value_width=300, heads=(1, 1), restriction="window")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SLOW_CASES, WIDE], ids=str)
+def test_slow_case(case, monkeypatch):
+    check(case, monkeypatch, config=PORTABLE)
+
+
+@pytest.mark.slow
+def test_bias(monkeypatch):
+    case = Case(lengths=(97, 163), heads=(4, 2), batch=2, restriction="combination")
+    check(case, monkeypatch, bias=True, config=PORTABLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [0, 1, 2], ids=["query", "key", "value"])
+def test_a_visible_nan_breaks_exactly_what_depends_on_it(where):
+    got, expected = nan_results(PORTABLE, where, np.float32, is_causal=True)
+    assert np.isnan(expected[0]).any()
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # NaN equals NaN alone
+
+
+@pytest.mark.slow
+def test_gradients_under_vmap():
+    """Of a batch of batches, where one key serves all; and the rule is one that is translated for other kernels."""
+    query, key, value = make_arrays(B=2, T=40, S=70, N=2, K=1)
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (query[:, None], key[:1], value[:, None])]
+
+    def gradients(implementation):
+        def loss(query, key, value):
+            out = attnorm.dot_product_attention(
+                query,
+                key,
+                value,
+                normalizer="softpick",
+                is_causal=True,
+                query_offset=30,
+                implementation=implementation,
+            )
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, 0)))
+
+    assert_like_reference(gradients, arrays, PORTABLE)
