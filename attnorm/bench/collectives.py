@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, how often, and what runs meanwhile, read from its HLO text."""
+"""What a compiled program sends between devices, how often, and what runs meanwhile, by its HLO text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _KINDS = ("collective-permute", "all-gather", "all-reduce", "reduce-scatter", "a
 class Collective:
     """One instruction: the bytes of the largest array that it gives, and how often it runs.
 
-    ``is_overlapped``: work stands between its start and its end; None where it has no separate start. Loops whose number
-    of trips depends on data count once.
+    ``is_overlapped``: work stands between its start and its end; None where it has no separate start. Loops
+    whose number of trips depends on data count once.
     """
 
     kind: str
@@ -56,8 +56,8 @@ class _Instruction:
 def collectives(hlo: str, work: str) -> list[Collective]:
     """Every collective of a scheduled HLO module, with how often it runs.
 
-    ``work`` is a part of the instructions that count as work, such as ``"tpu_custom_call"``; loops and branches that
-    hold some are work too.
+    ``work`` is a part of the instructions that count as work, such as ``"tpu_custom_call"``; loops and
+    branches that hold some are work too.
 
     >>> from attnorm.bench.collectives import collectives
     >>> hlo = '''

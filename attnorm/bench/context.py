@@ -1,7 +1,7 @@
-"""Attention over a sequence that is split over devices: whether it is right, what it sends, and the memory it takes.
+"""Attention over a sequence split over devices: whether it is right, what it sends, what memory it takes.
 
-On virtual devices the results are compared with those of one device. Compiled for a TPU topology, the program also tells
-what runs during the transfers, and the memory of each device.
+On virtual devices the results are compared with those of one device. Compiled for a TPU topology, the program
+also tells what runs during the transfers, and the memory of each device.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _compile(devices, length, sizes, normalizer, variant, implementation=None):
 
 
 def _sent(compiled, num_devices, work) -> dict:
-    """By kind of collective, the bytes that a device sends, and how many of those in loops run beside work."""
+    """By kind of collective, the bytes that a device sends, and how many in loops run beside work."""
     found = collectives(compiled.as_text(), work)
     parts = {
         "all-gather": (num_devices - 1) / num_devices,

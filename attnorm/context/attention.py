@@ -1,4 +1,4 @@
-"""The public function: what it accepts, in which order devices hold the sequence, and which variant they run."""
+"""The public function: what it accepts, the order in which devices hold the sequence, and what they run."""
 
 from __future__ import annotations
 
@@ -57,47 +57,51 @@ def ring_attention(
     return_log_norm: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
-    r"""Exact attention over a sequence that is split over devices, each of which holds T / n queries and S / n keys.
+    r"""Exact attention over a sequence split over n devices, each of which holds T / n queries and S / n keys.
 
-    The keys of part c give the row state :math:`(m_c, l_c, o_c)`, and states merge exactly for every one-pass normaliser;
-    of an L_p norm,
+    The keys of part c give the row state :math:`(m_c, l_c, o_c)`, and states merge exactly for every one-pass
+    normaliser; of an L_p norm,
 
     .. math::
       m = \max_c m_c, \qquad l = \sum_c e^{p (m_c - m)} l_c, \qquad o = \sum_c e^{m_c - m} o_c, \qquad
       \mathrm{out} = o \, l^{-1/p}
 
-    so keys and values go round a ring of devices while queries stay. Memory is O(T / n) per device, forward and
-    backward, and every transfer is independent of the computation beside it. Works inside ``jax.jit``, ``jax.grad`` and
-    ``jax.vmap``.
+    so keys and values go round a ring of devices while queries stay. Memory is O(T / n) per device, forward
+    and backward, and every transfer is independent of the computation beside it. Works inside ``jax.jit``,
+    ``jax.grad`` and ``jax.vmap``.
 
-    Arguments that :func:`attnorm.dot_product_attention` has too mean the same here, and speak of the whole sequence.
+    Arguments that :func:`attnorm.dot_product_attention` has too mean the same here, and speak of the whole
+    sequence.
 
     Args:
-      query, key, value: whole arrays, (B, T, N, H), (B, S, K, H) and (B, S, K, Hv), or without B; T and S are split over
-        ``context_axis``. A length that the devices' blocks do not divide is padded, and the padding hidden; a warning
-        is logged once.
+      query, key, value: whole arrays, (B, T, N, H), (B, S, K, H) and (B, S, K, Hv), or without B; T and S are
+        split over ``context_axis``. A length that the devices' blocks do not divide is padded, and the
+        padding hidden; a warning is logged once.
       mesh: the mesh, of any kind of axes; axes that are not named here replicate the computation.
       context_axis: the mesh axis of n devices that splits T and S.
       batch_axes: mesh axes that split B; their total size divides it.
       head_axes: mesh axes that split N and K; their total size divides both, or K is 1.
-      variant: ``"ring"``, or ``"all_gather"``: every device gathers all keys and values. Simpler and often faster for
-        few devices, but O(S) memory; it serves every normaliser, the ring those with states that merge.
-      order: ``"ordinary"``: as everywhere. Where only a causal mask or one side of a window hides keys and T = S, blocks
-        are exchanged so that all devices have the same work, and the output is exchanged back. ``"zigzag"``: arrays
-        and segment ids are in the order of :func:`attnorm.context.zigzag`, and so is the output, which saves the
-        exchanges of every layer; 2n divides T and S.
-      implementation: of the computation on each device; a name, a sequence of names to try in order, or None for the
-        best on this platform. A ring takes ``"chunked"`` and ``"pallas_tpu"``.
+      variant: ``"ring"``, or ``"all_gather"``: every device gathers all keys and values. For few devices:
+        O(S) memory, and transfers before the computation. It serves every normaliser, the ring those whose
+        states merge.
+      order: ``"ordinary"``: as everywhere. Where only a causal mask or one side of a window hides keys, T = S
+        and no offset is given, blocks are exchanged so that all devices have the same work, and the output is
+        exchanged back. ``"zigzag"``: arrays and segment ids are in the order of
+        :func:`attnorm.context.zigzag`, and so is the output, which saves the exchanges of every layer; 2n
+        divides T and S.
+      implementation: of the computation on each device; a name, a sequence of names to try in order, or None
+        for the best on this platform. A ring takes ``"chunked"`` and ``"pallas_tpu"``.
 
     Returns:
-      The output (B, T, N, Hv), in query's dtype, split over the mesh; with ``return_log_norm`` also λ (B, T, N).
-      Gradients are exact, also those of array parameters, which are summed over the mesh.
+      The output (B, T, N, Hv), in query's dtype, split over the mesh; with ``return_log_norm`` also λ,
+      (B, T, N). Gradients are exact, also those of array parameters, which are summed over the mesh.
 
     Raises:
-      ValueError: an argument that is not accepted: an axis that the mesh lacks, a dimension that the axes do not divide,
-        more devices along ``context_axis`` than blocks of queries.
+      ValueError: an argument that is not accepted: an axis that the mesh lacks, a dimension that the axes do
+        not divide, more devices along ``context_axis`` than blocks of queries.
       TypeError: a dtype or type that is not accepted.
-      NotImplementedError: a normaliser that a ring cannot serve, or no implementation that can; with the reason.
+      NotImplementedError: a normaliser that a ring cannot serve, or no implementation that can; with the
+        reason.
 
     Source: arXiv 2310.01889 (ring attention); the zigzag order is that of arXiv 2407.21783, section 3.3.2.
 

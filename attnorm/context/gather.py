@@ -26,7 +26,7 @@ def attend(
     normalizer: Normalizer,
     limits: Limits,
 ) -> tuple[Float[Array, "blocks B t N Hv"], Float[Array, "blocks B t N"]] | Float[Array, "blocks B t N Hv"]:
-    """What ``attention``, a partial of :func:`attnorm.dot_product_attention`, returns for this device's queries."""
+    """What ``attention``, a partial of ``attnorm.dot_product_attention``, returns for this device's queries."""
     key, value = key_order.all_blocks(key), key_order.all_blocks(value)
     key_ids = None if limits.key_ids is None else key_order.all_blocks(limits.key_ids)
     device = jax.lax.axis_index(query_order.axis)

@@ -18,7 +18,7 @@ _BEYOND_ALL = 2**30 - 1
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Limits:
-    """As in :class:`attnorm.masks.Visibility`, of the whole sequence; segment ids are those of the device's blocks."""
+    """As in :class:`attnorm.masks.Visibility`, of the whole sequence; segment ids of the device's own blocks."""
 
     left: int | None = field(metadata=dict(static=True))
     right: int | None = field(metadata=dict(static=True))
@@ -29,7 +29,7 @@ class Limits:
     key_ids: Int[Array, "blocks B s"] | None
 
     def visibility(self, block, first_query, num_queries, first_key, num_keys) -> Visibility:
-        """Of the keys from ``first_key`` on, for one block of this device's queries; without the keys' segment ids."""
+        """For one block of this device's queries and keys from ``first_key`` on; without those keys' segment ids."""
 
         def part(lengths, first, size):
             return None if lengths is None else jnp.clip(lengths - first, 0, size)

@@ -1,8 +1,8 @@
 """How a sequence is cut into blocks and spread over devices.
 
-In ordinary order the d-th of n devices holds the d-th block. Under a causal mask the last of them would have nearly
-twice the average work and all others would wait for it; so there the sequence is cut into 2n blocks, and device d holds
-blocks d and 2n - 1 - d, which together see as many keys on every device: the zigzag order.
+In ordinary order the d-th of n devices holds the d-th block. Under a causal mask the last of them would have
+nearly twice the average work and all others would wait for it; so there the sequence is cut into 2n blocks,
+and device d holds blocks d and 2n - 1 - d, which together see as many keys on every device: the zigzag order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxtyping import Array, Int
 def zigzag(x: Array, num_devices: int, axis: int = 1) -> Array:
     """The sequence in zigzag order: of 2n blocks, 0 and 2n - 1 come first, then 1 and 2n - 2, and so on.
 
-    To reorder tokens once, before a model that calls ``attnorm.ring_attention(..., order="zigzag")``. Whatever in it
-    depends on positions, such as rotary embeddings, has to be given those of this order:
+    To reorder tokens once, before a model that calls ``attnorm.ring_attention(..., order="zigzag")``.
+    Whatever in it depends on positions, such as rotary embeddings, has to be given those of this order:
     ``zigzag(jnp.arange(T), n, axis=0)``.
 
     Args:
@@ -57,7 +57,8 @@ def _take_blocks(x, num_devices, axis, blocks):
     length = x.shape[axis]
     if length % len(blocks):
         raise ValueError(
-            f"x must have a length that 2 * num_devices = {len(blocks)} divides, got {length} along axis {axis}"
+            f"x must have a length that 2 * num_devices = {len(blocks)} divides, got {length} "
+            f"along axis {axis}"
         )
     x = jnp.moveaxis(x, axis, 0)
     cut = x.reshape(len(blocks), length // len(blocks), *x.shape[1:])
@@ -66,7 +67,7 @@ def _take_blocks(x, num_devices, axis, blocks):
 
 @dataclass(frozen=True)
 class Order:
-    """Which blocks each device along a mesh axis holds. Arrays of a device are (its blocks, B, length, ...)."""
+    """Which blocks each device along a mesh axis holds. Its arrays are (blocks, B, length, ...)."""
 
     axis: str
     num_devices: int
@@ -103,7 +104,7 @@ class Order:
         return jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])
 
     def from_ordinary(self, x: Array) -> Array:
-        """A device's two blocks 2d and 2d + 1 -> those of zigzag order. One of each kind, even and odd, comes."""
+        """A device's blocks 2d and 2d + 1 -> those of zigzag order: again one even, one odd."""
         even, odd = (
             jax.lax.ppermute(x[parity], self.axis, [(d, self._holder(2 * d + parity)) for d in self._devices])
             for parity in (0, 1)

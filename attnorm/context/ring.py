@@ -1,8 +1,8 @@
 """Attention in which keys and values go round a ring of devices, with an exact custom VJP.
 
-Every device keeps its queries and their row states, and meets the keys of all others in turn: those of the next step
-are on their way while it computes with the present ones. The backward pass goes round once more, from the states of
-whole rows, and the gradients of keys and values travel one step behind them.
+Every device keeps its queries and their row states, and meets the keys of all others in turn: those of the
+next step are on their way while it computes with the present ones. The backward pass goes round once more,
+from the states of whole rows, and the gradients of keys and values travel one step behind them.
 
 Letters as everywhere; a device's arrays are (blocks, B, length, ...), of as many blocks as its order says.
 """
@@ -33,8 +33,8 @@ from attnorm.rows import sees_nothing
 class Static:
     """What is known when the ring is traced.
 
-    ``tiles`` is the module of an implementation. A device meets the keys of ``steps`` devices: first of the one that
-    is ``first`` places after it, then of those before that one.
+    ``tiles`` is the module of an implementation. A device meets the keys of ``steps`` devices: first of the
+    one that is ``first`` places after it, then of those before that one.
     """
 
     order: Order
@@ -152,7 +152,8 @@ def _row_gradients(normalizer, sums, m, stats, d_output, d_log_norm):
     _, pull = jax.vjp(finalize, sums, stats, normalizer)
     d_log_norm = None if d_log_norm is None else d_log_norm.astype(dtype)[..., None]
     d_sums, d_stats, d_normalizer = pull((d_output, d_log_norm))
-    # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
+    # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones
+    # too.
     if has_several:
         return jnp.where(jnp.isnan(sum(factor)), 0, d_output), d_stats, d_normalizer, factor
     return jnp.where(jnp.isnan(factor), 0, d_sums), d_stats, d_normalizer, None
@@ -187,7 +188,7 @@ def _send(static, tree, places):
 
 
 def _each_pair(static, query, limits, counts, meet, carry, held, r):
-    """``meet(carry, own, other, key, value, visibility)`` for every block of queries and every one of the keys held.
+    """``meet(carry, own, other, key, value, visibility)`` for every block of queries and of the keys held.
 
     Blocks of which no pair is visible do not meet.
     """

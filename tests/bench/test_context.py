@@ -11,7 +11,8 @@ from attnorm.bench import context
 from attnorm.bench.__main__ import main
 from attnorm.bench.collectives import Collective, collectives
 
-# Two transfers in a loop of seven steps, the first beside a kernel, the second waited for; one in a loop of three.
+# Two transfers in a loop of seven steps, the first beside a kernel, the second waited for; one in a loop of
+# three.
 LOOP = """
 HloModule jit_f, is_scheduled=true
 
@@ -116,8 +117,9 @@ def test_results_on_virtual_devices_are_those_of_one(tmp_path):
     assert "needs level" in process.stderr
     assert all(0 < max(program["errors"].values()) < 1e-5 for program in programs)
     sent, block = programs[0]["sent_bytes"], 256 // 4 * 64 * 4
-    # Keys and values 3 times forward and backward, their gradients 5 times; and, for zigzag order, one block in halves
-    # of queries (2 heads), keys and values there and back with their gradients, and of the output and its own.
+    # Keys and values 3 times forward and backward, their gradients 5 times; and, for zigzag order, one block
+    # in halves of queries (2 heads), keys and values there and back with their gradients, and of the output
+    # and its own.
     assert sent == {"collective-permute": block * (2 * (3 + 3 + 5) + 2 * (2 + 1 + 1 + 2))}
     assert programs[1]["sent_bytes"].keys() >= {"all-gather"}
 

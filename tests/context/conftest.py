@@ -17,7 +17,8 @@ def on_devices():
     """Runs Python with so many virtual devices; -> what it prints."""
 
     def run(num_devices, *arguments):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices} {_PATIENCE}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {_PATIENCE}"
+        flags += f" --xla_force_host_platform_device_count={num_devices}"
         process = subprocess.run(
             [sys.executable, *arguments],
             capture_output=True,

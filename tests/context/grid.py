@@ -1,4 +1,4 @@
-"""Ring attention on virtual devices against the float64 oracle; a process of its own: ``python -m tests.context.grid``.
+"""Ring attention on virtual devices against the float64 oracle, as ``python -m tests.context.grid``.
 
 Arguments name cases and shapes of meshes, as in ``causal:2x4x1``: over batch, context and heads.
 """
@@ -21,7 +21,7 @@ PER_HEAD = np.array([0.7, 1.0, 2.0, 3.5], np.float32)
 
 CASES = {
     "none": dict(normalizer="l2"),
-    # Blocks are exchanged, and the second half of the keys of a device meets only the second half of the queries.
+    # In zigzag order; of a device's blocks of queries and keys only those meet that see each other.
     "causal": dict(
         normalizer="lp", params={"p": PER_HEAD}, is_causal=True, query_segment_ids=IDS, logits_soft_cap=3.0
     ),

@@ -1,4 +1,4 @@
-"""What is compiled for a split sequence, how it composes with the rest of JAX, and how long sequences may be."""
+"""What is compiled for a split sequence, how it composes with JAX, and how long sequences may be."""
 
 import jax
 import pytest
@@ -64,7 +64,8 @@ assert_near(jax.jit(gradients(in_zigzag))(query, key, value, b), expected)
 """,
     "explicit_axes": """
 devices = mesh(AxisType.Explicit)
-placed = [jax.device_put(x, NamedSharding(devices, P(None, "context", "tensor"))) for x in (query, key, value)]
+split = NamedSharding(devices, P(None, "context", "tensor"))
+placed = [jax.device_put(x, split) for x in (query, key, value)]
 with jax.set_mesh(devices):
     assert_near(jax.jit(gradients(ring(devices)))(*placed, b), expected)
 """,
@@ -83,7 +84,8 @@ narrow = [x.astype(jnp.bfloat16) for x in (query, key, value)]
 wide = [x.astype(jnp.float32) for x in narrow]
 output = jax.jit(ring(mesh(), normalizer="l2"))(*narrow)
 assert output.dtype == jnp.bfloat16
-np.testing.assert_allclose(output.astype(jnp.float32), jax.jit(functools.partial(alone, normalizer="l2"))(*wide), rtol=2**-8, atol=1e-6)
+wanted = jax.jit(functools.partial(alone, normalizer="l2"))(*wide)
+np.testing.assert_allclose(output.astype(jnp.float32), wanted, rtol=2**-8, atol=1e-6)
 """,
     "hidden_nan": """
 hidden = jnp.arange(64)[:, None, None] >= 48
@@ -120,7 +122,8 @@ def run(query, key, value, cotangent):
     (output, log_norm), pull = jax.vjp(attend, query, key, value)
     return output, log_norm, *pull((cotangent, jnp.zeros_like(log_norm)))
 
-results = [np.asarray(x, np.float64)[0] for x in jax.block_until_ready(run(*map(place, (query, key, value, cotangent))))]
+results = jax.block_until_ready(run(*map(place, (query, key, value, cotangent))))
+results = [np.asarray(x, np.float64)[0] for x in results]
 output, log_norm, dq, dk, dv = results
 q, d_out = query[0].astype(np.float64), cotangent[0].astype(np.float64)
 k, v = key[0, :, 0].astype(np.float64), value[0, :, 0].astype(np.float64)
