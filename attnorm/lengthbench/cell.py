@@ -3,15 +3,16 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from attnorm.lengthbench.contenders import Contender
-from attnorm.lengthbench.programs import LONGEST_DIAGNOSED, Programs, make_members
-from attnorm.lengthbench.suites import MAIN, Suite
+from attnorm.lengthbench.evaluation import Place
+from attnorm.lengthbench.programs import Programs, make_members
+from attnorm.lengthbench.suites import Suite
 
 # Not one of the seeds that are reported, so that no reported run was chosen for its luck.
 _SWEEP_SEED = 2**30
@@ -42,7 +43,6 @@ def run_cell(
 
     The choice is by the loss on validation sequences of the training length alone.
     """
-    spec = programs.task.spec
     sweep = _sweep(programs, suite, contender, progress)
     best = min(sweep, key=lambda row: math.inf if row["loss"] is None else row["loss"])
 
@@ -50,55 +50,62 @@ def run_cell(
     normalizer = contender.normalizers()[contender.specs.index(best["normalizer"])]
     members = make_members([normalizer] * len(seeds), seeds, [best["learning_rate"]] * len(seeds))
     state = programs.train(members, _scaled(progress, len(seeds), "seeds"))
-
-    rows, diagnostics = [], []
-    for factor, variant in itertools.product(suite.factors, spec.variants):
-        length = factor * spec.length
-        place = {"factor": factor, "length": length, "variant": variant}
-        metrics = programs.evaluate(state, members, length, variant, "test")
-        rows += _by_seed(seeds, place, metrics)
-        if spec.width * length <= LONGEST_DIAGNOSED:
-            diagnostics += _by_seed(seeds, place, programs.diagnose(state, members, length, variant))
     learned = jax.device_get(state.params[0]["learned"])
     return _jsonable(
         {
             "sweep": sweep,
             "chosen": {key: best[key] for key in ("normalizer", "learning_rate")},
-            "rows": rows,
-            "diagnostics": diagnostics,
+            "rows": _by_seed(programs.task.spec, seeds, programs.test(state, members)),
+            "diagnostics": _by_seed(programs.task.spec, seeds, programs.diagnose(state, members)),
             "learned": _learned_values(contender, learned),
         }
     )
 
 
 def _sweep(programs, suite, contender, progress):
+    """As many members at a time as there are seeds, so that one compiled program trains both."""
     points = list(itertools.product(range(len(contender.specs)), suite.learning_rates))
     normalizers = contender.normalizers()
-    members = make_members(
-        [normalizers[index] for index, _ in points], [_SWEEP_SEED] * len(points), [rate for _, rate in points]
-    )
-    state = programs.train(members, _scaled(progress, len(points), "sweep"))
-    spec = programs.task.spec
-    metrics = jax.device_get(programs.evaluate(state, members, spec.length, MAIN, "validation"))
-    return [
-        {
-            "normalizer": contender.specs[index],
-            "learning_rate": rate,
-            "loss": _number(metrics["loss"][i]),
-            spec.metric: _number(metrics[spec.metric][i]),
-        }
-        for i, (index, rate) in enumerate(points)
-    ]
+    metric = programs.task.spec.metric
+    rows = []
+    for first in range(0, len(points), suite.num_seeds):
+        part = points[first : first + suite.num_seeds]
+        filled = part + part[-1:] * (suite.num_seeds - len(part))
+        members = make_members(
+            [normalizers[index] for index, _ in filled],
+            [_SWEEP_SEED] * len(filled),
+            [rate for _, rate in filled],
+        )
+        state = programs.train(members, _scaled(progress, len(part), "sweep"))
+        metrics = jax.device_get(programs.validate(state, members))
+        rows += [
+            {
+                "normalizer": contender.specs[index],
+                "learning_rate": rate,
+                "loss": _number(metrics["loss"][i]),
+                metric: _number(metrics[metric][i]),
+            }
+            for i, (index, rate) in enumerate(part)
+        ]
+    return rows
 
 
 def _scaled(progress, num_members, name):
     return lambda count, message: progress(num_members * count, message and f"{name}  {message}")
 
 
-def _by_seed(seeds, place: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
-    metrics = jax.device_get(metrics)
+def _by_seed(
+    spec: Any, seeds: Sequence[int], by_place: Mapping[Place, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     return [
-        {"seed": seed, **place, **{name: _number(values[i]) for name, values in metrics.items()}}
+        {
+            "seed": seed,
+            "factor": length // spec.length,
+            "length": length,
+            "variant": variant,
+            **{name: _number(values[i]) for name, values in metrics.items()},
+        }
+        for (length, variant), metrics in jax.device_get(by_place).items()
         for i, seed in enumerate(seeds)
     ]
 

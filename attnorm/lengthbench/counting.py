@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from attnorm.data.counting import counting_batch, position_only_mse
@@ -77,18 +78,28 @@ class CountingBenchmark:
         del variant
         return counting_batch(key, batch_size, length, self.spec.vocab_size)
 
-    def evaluate(self, params, model_state, batch, attention):
-        """Squared and absolute errors at each position."""
-        return self.apply(params, model_state, batch, attention)
-
     def apply(self, params, model_state, batch, attention, tap=None):
+        """The training task's errors at each position, averaged over sequences."""
         attend = self.contender.attend(attention, params["learned"], tap)
         return self._task.evaluate(params["model"], model_state, batch, attend)
 
+    def per_sequence(self, params, model_state, batch, positions, attention):
+        """Means over the positions of each sequence."""
+        tokens, _ = batch
+
+        def of_sequence(sequence):
+            alone = jax.tree.map(lambda x: x[None], sequence)
+            return self.apply(params, model_state, alone, attention)
+
+        is_there = jnp.arange(tokens.shape[1]) < positions[:, None]
+        return {
+            name: jnp.sum(jnp.where(is_there, by_position, 0), axis=1) / positions
+            for name, by_position in jax.vmap(of_sequence)(batch).items()
+        }
+
     def summarize(self, means, length):
-        mse = jnp.mean(means["mse"])
         floor = position_only_mse(length, self.spec.vocab_size)
-        return {"loss": jnp.mean(means["mae"]), "mse": mse, "error": mse / floor}
+        return {"loss": means["mae"], "mse": means["mse"], "error": means["mse"] / floor}
 
     def questions(self, batch):
         """Every position asks, and the keys that answer are those that are counted."""

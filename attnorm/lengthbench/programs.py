@@ -11,7 +11,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from attnorm.lengthbench.diagnostics import diagnose
-from attnorm.lengthbench.suites import Suite
+from attnorm.lengthbench.evaluation import SPLITS, Evaluation, Place, buckets, draw_padded
+from attnorm.lengthbench.suites import MAIN, Suite
 from attnorm.normalizers import Normalizer
 from attnorm.training.config import EnsembleConfig, MeshConfig, OptimizerConfig, TrainConfig
 from attnorm.training.ensemble import Group
@@ -22,12 +23,9 @@ from attnorm.training.step import make_evaluate, make_train_step
 
 # A stage in parts, between which the progress bar moves.
 _PARTS, _PARTS_A_LINE = 20, 5
-# Positions of one evaluation batch: what is in memory at a time.
-_EVAL_BATCH_TOKENS = 2**14
 _DIAGNOSED_SEQUENCES = 4
-# Dense weights of one layer of these sequences then take at most 16 MiB a head.
-LONGEST_DIAGNOSED = 1024
-_FEWEST_SEQUENCES, _MOST_SEQUENCES = 32, 512
+# Dense weights of one layer of these sequences then take at most 16 MiB a head and length.
+_LONGEST_DIAGNOSED = 1024
 
 
 class Members(NamedTuple):
@@ -52,9 +50,9 @@ class MemberRate(NamedTuple):
 
 
 class Programs:
-    """All functions are of a whole set of members, and compile once for each number of members.
+    """All functions are of a whole set of members, and compile once for a number of members.
 
-    A program also serves every normaliser of the same structure, because its parameters are arguments.
+    They also serve every normaliser of the same structure, because its parameters are arguments.
     """
 
     def __init__(self, task: Any, suite: Suite):
@@ -69,12 +67,19 @@ class Programs:
             stage.index: jax.jit(functools.partial(self._make_advance, stage), donate_argnums=0)
             for stage in task.stages
         }
-        self._evaluate = functools.cache(self._jitted_evaluate)
-        self._diagnose = functools.cache(self._jitted_diagnose)
+        spec = task.spec
+        self._buckets = buckets(suite.factors, spec.length, tuple(spec.variants))
+        self._diagnosed = tuple(
+            (factor * spec.length, MAIN)
+            for factor in suite.factors
+            if spec.width * factor * spec.length <= _LONGEST_DIAGNOSED
+        )
+        self._evaluate = functools.cache(self._make_evaluate)
+        self._diagnose = jax.jit(self._make_diagnose)
 
     def train(self, members: Members, progress: Callable[[int, str | None], None]) -> TrainState:
         """The state after the last update; progress hears of the updates since it last did, and at times of the loss."""
-        state = self._start(members)
+        state = self._start(members.seeds, members.learning_rates)
         for stage in self.stages:
             if stage.index and self._config.optimizer.reset_optimizer:
                 state = _with_rates(reset_optimizer(state, self._optimizer), members.learning_rates)
@@ -85,17 +90,27 @@ class Programs:
                 progress(count, self._message(stage, loss) if index % _PARTS_A_LINE == 0 else None)
         return state
 
-    def evaluate(
-        self, state: TrainState, members: Members, length: int, variant: str, split: str
-    ) -> dict[str, Float[Array, "M"]]:
-        """The metrics of `task.summarize`; splits of different names have different sequences."""
-        return self._evaluate(length, variant, split)(state, members)
+    def validate(self, state: TrainState, members: Members) -> dict[str, Float[Array, "M"]]:
+        """The metrics at the training length, on sequences that no test has."""
+        return self._evaluate(self._buckets[0])(state, members, SPLITS.index("validation"))[0]
 
-    def diagnose(
-        self, state: TrainState, members: Members, length: int, variant: str
-    ) -> dict[str, Float[Array, "M"]]:
-        """See :func:`attnorm.lengthbench.diagnostics.diagnose`."""
-        return self._diagnose(length, variant)(state.params[0], state.model_state[0], members.normalizer)
+    def test(self, state: TrainState, members: Members) -> dict[Place, dict[str, Float[Array, "M"]]]:
+        """The metrics of `task.summarize` at every length and in every variant."""
+        return {
+            place: metrics
+            for bucket in self._buckets
+            for place, metrics in zip(
+                bucket, self._evaluate(bucket)(state, members, SPLITS.index("test")), strict=True
+            )
+        }
+
+    def diagnose(self, state: TrainState, members: Members) -> dict[Place, dict[str, Float[Array, "M"]]]:
+        """See :func:`attnorm.lengthbench.diagnostics.diagnose`; at lengths whose weights fit into memory."""
+        found = self._diagnose(state.params[0], state.model_state[0], members.normalizer)
+        return {
+            place: {name: values[:, index] for name, values in found.items()}
+            for index, place in enumerate(self._diagnosed)
+        }
 
     def _message(self, stage, loss):
         loss = jax.device_get(loss)
@@ -104,9 +119,10 @@ class Programs:
     def _groups(self, members):
         return (Group((), members.normalizer, members.seeds),)
 
-    def _make_start(self, members):
-        state = init_state(self.task, self._groups(members), self._optimizer, self._config, self._mesh)
-        return _with_rates(state, members.learning_rates)
+    def _make_start(self, seeds, learning_rates):
+        groups = (Group((), None, seeds),)  # weights do not depend on the normaliser
+        state = init_state(self.task, groups, self._optimizer, self._config, self._mesh)
+        return _with_rates(state, learning_rates)
 
     def _make_advance(self, stage, state, members, count):
         step = make_train_step(
@@ -120,41 +136,22 @@ class Programs:
 
         return jax.lax.fori_loop(0, count, update, (state, jnp.zeros(members.seeds.shape)))
 
-    def _jitted_evaluate(self, length, variant, split):
-        evaluation = _Evaluation(self.task, self._suite, length, variant, split)
-
-        def evaluate(state, members):
+    def _make_evaluate(self, bucket):
+        def evaluate(state, members, split):
+            evaluation = Evaluation(self.task, self._suite, bucket, split)
             return make_evaluate(evaluation, self._groups(members), self._config, self._mesh)(state)
 
         return jax.jit(evaluate)
 
-    def _jitted_diagnose(self, length, variant):
+    def _make_diagnose(self, *members):
         def of_member(member):
             params, model_state, normalizer = member
-            batch = self.task.eval_draw(jax.random.key(1), _DIAGNOSED_SEQUENCES, length, variant)
-            return diagnose(self.task, params, model_state, normalizer, batch)
+            places = self._diagnosed
+            batch, positions = draw_padded(self.task, jax.random.key(1), _DIAGNOSED_SEQUENCES, places)
+            return diagnose(self.task, params, model_state, normalizer, batch, positions, len(places))
 
         # One member at a time, because dense weights take memory.
-        return jax.jit(lambda *members: jax.lax.map(of_member, members))
-
-
-class _Evaluation:
-    """What `make_evaluate` asks of a task, at one length."""
-
-    def __init__(self, task, suite, length, variant, split):
-        positions = task.spec.width * length
-        sequences = min(max(suite.eval_tokens // positions, _FEWEST_SEQUENCES), _MOST_SEQUENCES)
-        self._batch_size = min(sequences, max(1, _EVAL_BATCH_TOKENS // positions))
-        self.num_eval_batches = math.ceil(sequences / self._batch_size)
-        self._task, self._length, self._variant, self._split = task, length, variant, split
-        self.evaluate = task.evaluate
-
-    def eval_batch(self, key, index):
-        key = jax.random.fold_in(key, {"validation": 0, "test": 1}[self._split])
-        return self._task.eval_draw(key, self._batch_size, self._length, self._variant)
-
-    def summarize(self, means):
-        return self._task.summarize(means, self._length)
+        return jax.lax.map(of_member, members)
 
 
 def _scale_by_member() -> optax.GradientTransformation:

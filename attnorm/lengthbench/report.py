@@ -1,5 +1,6 @@
 """The report of a grid: report.md, report.html, tables as CSV, and a figure for each task."""
 
+import itertools
 import math
 import statistics as std
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from attnorm.lengthbench.statistics import (
 from attnorm.lengthbench.store import Cell
 from attnorm.lengthbench.suites import MAIN
 
-# What the others are compared with, seed by seed, where it is there.
+# What the others are compared with, seed by seed; where none is there, the first contender.
 _REFERENCES = ("softmax", "l2")
 _FEWEST_FOR_CORRELATION = 4
 _NOTHING = "–"
@@ -83,13 +84,13 @@ def _blocks(grid: Grid, table: _Cells, images: Mapping[str, Image]) -> list[Bloc
     for task, image in images.items():
         blocks += [Heading(task), image]
         blocks += _variants(grid, table, task)
-    for reference in _REFERENCES:
-        if reference in table.contenders and len(table.contenders) > 1:
-            for factor in shown:
-                blocks += [
-                    Heading(f"Against {reference}, seed by seed, at {factor} times the training length"),
-                    _significance_table(grid, table, reference, factor),
-                ]
+    references = [name for name in _REFERENCES if name in table.contenders] or table.contenders[:1]
+    if len(table.contenders) > 1:
+        for reference, factor in itertools.product(references, shown):
+            blocks += [
+                Heading(f"Against {reference}, seed by seed, at {factor} times the training length"),
+                _significance_table(grid, table, reference, factor),
+            ]
     blocks += _diagnostics(grid, table)
     blocks += _explanations(grid, table)
     blocks += _learned(table)

@@ -95,23 +95,24 @@ class SequenceTask:
     def eval_draw(self, key, batch_size, length, variant):
         return self.spec.draw(key, batch_size, length, **self.spec.variants[variant])
 
-    def evaluate(self, params, model_state, batch, attention):
-        """Sums over a sequence, averaged over sequences.
+    def per_sequence(self, params, model_state, batch, positions, attention):
+        """Sums over the questions of each sequence.
 
         Greedy decoding gives all answers right if and only if each is the likeliest after the right ones before it.
         """
+        del positions  # nothing is asked after them
         logits = self.apply(params, model_state, batch, attention)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.answers)
         is_right = jnp.argmax(logits, axis=-1) == batch.answers
 
-        def mean_sum(x):
-            return jnp.mean(jnp.sum(jnp.where(batch.is_asked, x, 0), axis=1, dtype=jnp.float32))
+        def over_questions(x):
+            return jnp.sum(jnp.where(batch.is_asked, x, 0), axis=1, dtype=jnp.float32)
 
         return {
-            "loss": mean_sum(losses),
-            "right": mean_sum(is_right),
-            "asked": mean_sum(True),
-            "exact": jnp.mean(jnp.all(is_right | ~batch.is_asked, axis=1), dtype=jnp.float32),
+            "loss": over_questions(losses),
+            "right": over_questions(is_right),
+            "asked": over_questions(True),
+            "exact": jnp.all(is_right | ~batch.is_asked, axis=1).astype(jnp.float32),
         }
 
     def summarize(self, means, length):

@@ -15,7 +15,7 @@ class Suite:
     tasks: tuple[str, ...]
     also: tuple[tuple[str, str], ...] = ()  # pairs of a task and a contender beside the grid
     num_seeds: int
-    learning_rates: tuple[float, ...]  # of which each contender has the best, for each task
+    learning_rates: tuple[float, ...]  # of which each contender has the best on each task
     temperatures: tuple[float, ...]  # for the control of that name
     factors: tuple[int, ...]  # evaluated lengths over that of training; 1 is the first
     tokens_per_batch: int
@@ -46,7 +46,7 @@ SUITES = {
     for suite in (
         Suite(
             name="tiny",
-            contenders=("softmax", "l2", "softmax@sqrt_position"),
+            contenders=("lp(p=1)", "lp(p=2)"),  # one structure: compiled once
             tasks=("counting", "max_retrieval"),
             num_seeds=2,
             learning_rates=(1e-3, 1e-2),
@@ -65,7 +65,7 @@ SUITES = {
             tasks=("counting", "max_retrieval", "flip_flop", "mqar", "sort"),
             also=_COUNTING_CONTROLS,
             num_seeds=3,
-            learning_rates=(1e-3, 4e-3),
+            learning_rates=(1e-3, 3e-3, 1e-2),
             temperatures=(0.5, 1.0, 2.0),
             factors=(1, 2, 4, 16, 64),
             tokens_per_batch=1024,

@@ -47,12 +47,12 @@ def _max_retrieval(suite: str) -> SequenceSpec:
 
 
 def _mqar(suite: str) -> SequenceSpec:
-    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 400, 64), "full": (64, 10_000, 8192)}[
+    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 400, 128), "full": (64, 10_000, 8192)}[
         suite
     ]
 
     def pairs(length):
-        return length // 8
+        return min(length // 8, vocab_size // 2)  # there are no more keys
 
     def draw(key, batch_size, length):
         return mqar_batch(key, batch_size, length, num_pairs=pairs(length), vocab_size=vocab_size)

@@ -27,7 +27,7 @@ def fake_task(query, key, value, source):
 def test_equal_logits_read_all_keys(normalizer, norm):
     value = jnp.arange(8.0).reshape(1, LENGTH, 1, 2)
     task = fake_task(jnp.zeros((1, LENGTH, 1, 2)), value, value, source=1)
-    got = diagnose(task, None, None, get_normalizer(normalizer), None)
+    got = diagnose(task, None, None, get_normalizer(normalizer), None, jnp.array([LENGTH]), 1)
     out = norm * np.sum(np.arange(8.0).reshape(4, 2), axis=0)
     wanted = {
         "effective_keys": 4,
@@ -46,7 +46,7 @@ def test_the_right_share_is_that_of_the_best_head_and_the_others_are_means():
     query = jnp.zeros((1, LENGTH, 2, 1)).at[..., 0, 0].set(1.0)
     key = jnp.zeros((1, LENGTH, 2, 1)).at[0, 0, 0, 0].set(np.log(3))
     task = fake_task(query, key, jnp.ones((1, LENGTH, 2, 1)), source=0)
-    got = diagnose(task, None, None, get_normalizer("softmax"), None)
+    got = diagnose(task, None, None, get_normalizer("softmax"), None, jnp.array([LENGTH]), 1)
     np.testing.assert_allclose(got["right_share"], 0.5, rtol=1e-5)
     first = np.array([3, 1, 1, 1]) / 6
     np.testing.assert_allclose(got["effective_keys"], (1 / np.sum(first**2) + 4) / 2, rtol=1e-5)

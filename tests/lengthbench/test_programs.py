@@ -27,7 +27,7 @@ def make_programs(task, num_steps):
 def test_each_member_moves_by_its_own_learning_rate():
     programs = make_programs("flip_flop", 1)
     members = make_members([get_normalizer("softmax")] * 3, [7, 7, 8], [1e-3, 3e-3, 1e-3])
-    start = jax.device_get(programs._start(members).params[0])
+    start = jax.device_get(programs._start(members.seeds, members.learning_rates).params[0])
     end = jax.device_get(programs.train(members, lambda count, message: None).params[0])
     moved = jax.tree.map(lambda a, b: b - a, start, end)
     for x in jax.tree.leaves(moved["model"]):
@@ -56,7 +56,7 @@ def test_the_tiny_suite_ends_with_a_report_and_a_cell_that_is_run_again_is_the_s
     assert len(paths) == len(TINY.contenders) * len(TINY.tasks)
     ElementTree.fromstring((tmp_path / "report.html").read_text())
 
-    path = tmp_path / "cells" / "max_retrieval" / "l2.json"
+    path = tmp_path / "cells" / "max_retrieval" / "lp(p=2).json"
     first = json.loads(path.read_text())["cell"]
     assert len({row["loss"] for row in first["rows"]}) == len(TINY.factors) * TINY.num_seeds
     path.unlink()
