@@ -14,7 +14,7 @@ ROOT = Path(attnorm.__file__).parent
 
 # A part may import its own layer and those before it. "attnorm" is the package's own __init__.
 LAYERS = [
-    {"_compat", "finite", "tiling"},
+    {"_compat", "finite", "tiling", "topology"},
     {"normalizers", "masks", "dropout", "cache"},
     {
         "places",
@@ -42,7 +42,8 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 BESIDE = {
     "theory": {"normalizers"},
     "catalogue": {"attention", "attnorm", "bench"},
-    "bench": {part for part, rank in RANK.items() if rank <= RANK["attnorm"]} | {"models"},
+    # What it measures of training and decoding are the training loop and the decoder.
+    "bench": {part for part, rank in RANK.items() if rank <= RANK["attnorm"]} | {"models", "training"},
     "lengthbench": {*RANK, "bench"},
 }
 MAY_IMPORT_THEORY = {"analysis", "training"}

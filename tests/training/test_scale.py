@@ -60,9 +60,9 @@ def exact(workdir):
 
 
 def test_parts_of_unequal_numbers_of_targets_give_the_gradient_of_the_whole():
-    batch = batch_of(0)
-    counts = {parts: [batch["mask"][i::parts].sum() for i in range(parts)] for parts in (2, 4)}
-    assert all(len(set(per_part)) > 1 for per_part in counts.values())
+    batch = batch_of(4)
+    for parts in (2, 4):
+        assert len({batch["mask"][part::parts].sum() for part in range(parts)}) > 1
     states = {}
     for parts in (1, 2, 4):
         setup = Setup(*loop.parse_config(toy.config(accumulation_steps=parts)))
