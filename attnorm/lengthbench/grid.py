@@ -84,7 +84,9 @@ def run(grid: Grid) -> list[Cell]:
         if cell is not None:
             _require_settings(path, cell, settings_of(grid.suite, grid.specs[task]))
             found[task, contender] = cell
+    tasks = list(grid.specs)
     missing = [pair for pair in grid.cells if pair not in found]
+    missing.sort(key=lambda pair: tasks.index(pair[0]))
     updates = {(t, c): num_updates(grid.suite, grid.specs[t], c) for t, c in missing}
     print(
         f"suite {grid.suite.name}: {len(grid.cells)} cells, {len(found)} of them complete; "

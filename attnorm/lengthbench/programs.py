@@ -24,8 +24,6 @@ from attnorm.training.step import make_evaluate, make_train_step
 # A stage in parts, between which the progress bar moves.
 _PARTS, _PARTS_A_LINE = 20, 5
 _DIAGNOSED_SEQUENCES = 4
-# Dense weights of one layer of these sequences then take at most 16 MiB a head and length.
-_LONGEST_DIAGNOSED = 1024
 
 
 class Members(NamedTuple):
@@ -72,7 +70,7 @@ class Programs:
         self._diagnosed = tuple(
             (factor * spec.length, MAIN)
             for factor in suite.factors
-            if spec.width * factor * spec.length <= _LONGEST_DIAGNOSED
+            if spec.width * factor * spec.length <= suite.diagnosed_positions
         )
         self._evaluate = functools.cache(self._make_evaluate)
         self._diagnose = jax.jit(self._make_diagnose)

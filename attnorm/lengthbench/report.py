@@ -25,6 +25,7 @@ from attnorm.lengthbench.statistics import (
 )
 from attnorm.lengthbench.store import Cell
 from attnorm.lengthbench.suites import MAIN
+from attnorm.lengthbench.tasks import CONTROL_OF
 
 # What the others are compared with, seed by seed; where none is there, the first contender.
 _REFERENCES = ("softmax", "l2")
@@ -91,6 +92,7 @@ def _blocks(grid: Grid, table: _Cells, images: Mapping[str, Image]) -> list[Bloc
                 Heading(f"Against {reference}, seed by seed, at {factor} times the training length"),
                 _significance_table(grid, table, reference, factor),
             ]
+    blocks += _task_controls(grid, table)
     blocks += _diagnostics(grid, table)
     blocks += _explanations(grid, table)
     blocks += _learned(table)
@@ -136,7 +138,9 @@ def _how_to_read(grid: Grid) -> list[Block]:
             "several, had the lowest loss on validation sequences of the training length, with a seed that is not "
             "reported. A seed that does not reach the gate at the training length is not read at other lengths: "
             "tables give the median (minimum to maximum) of the seeds that do, and how many these are where some do "
-            "not."
+            "not. A gain is the mean difference of the metric between runs of the same seed, where both pass the "
+            "gate; where lower is better, that of its negative logarithm. Its p-value is that of sign flips, which "
+            "for n pairs is at least 2^(1 - n)."
         ),
         Table(["task", "training length", "updates", "metric", "gate", "guess"], tasks),
     ]
@@ -182,7 +186,7 @@ def _variants(grid: Grid, table: _Cells, task: str) -> list[Block]:
 
 
 def _significance_table(grid: Grid, table: _Cells, reference: str, factor: int) -> Table:
-    """Mean gain, in how many pairs of seeds, and its p-value; last, the sign test over all pairs of all tasks."""
+    """Gains by task; last, the sign test over all pairs of all tasks."""
     rows = []
     for contender in table.contenders:
         if contender == reference:
@@ -196,14 +200,33 @@ def _significance_table(grid: Grid, table: _Cells, reference: str, factor: int) 
             gains = paired_gains(cell, other, spec, factor, MAIN)
             better += sum(gain > 0 for gain in gains)
             worse += sum(gain < 0 for gain in gains)
-            row.append(
-                f"{std.mean(gains):+.3g} (n = {len(gains)}, p = {sign_flip_p(gains):.2g})"
-                if gains
-                else _NOTHING
-            )
+            row.append(_gain(gains))
         row.append(f"{better} better, {worse} worse, p = {sign_test_p(better, worse):.2g}")
         rows.append(row)
     return Table(["gain", *grid.specs, "all tasks"], rows)
+
+
+def _task_controls(grid: Grid, table: _Cells) -> list[Block]:
+    """Each contender against itself on the task without the control, at every length."""
+    rows = []
+    for task, other in CONTROL_OF.items():
+        for contender in table.contenders:
+            cell, without = table.get(task, contender), table.get(other, contender)
+            if cell is None or without is None:
+                continue
+            gains = [
+                paired_gains(cell, without, grid.specs[task], factor, MAIN) for factor in grid.suite.factors
+            ]
+            rows.append([task, contender, *map(_gain, gains)])
+    if not rows:
+        return []
+    header = ["gain", "", *(f"×{factor}" for factor in grid.suite.factors)]
+    return [Heading("Against the task without the control, seed by seed"), Table(header, rows)]
+
+
+def _gain(gains: Sequence[float]) -> str:
+    """The mean, of how many pairs of seeds, and its p-value."""
+    return f"{std.mean(gains):+.3g} (n = {len(gains)}, p = {sign_flip_p(gains):.2g})" if gains else _NOTHING
 
 
 def _diagnostics(grid: Grid, table: _Cells) -> list[Block]:

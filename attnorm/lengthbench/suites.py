@@ -1,6 +1,7 @@
 """How large a comparison is: contenders, tasks, seeds, and what one run may take."""
 
 import dataclasses
+import itertools
 
 # The variant of a task that is like training; others are evaluated beside it.
 MAIN = ""
@@ -23,6 +24,7 @@ class Suite:
     num_heads: int
     num_layers: int
     eval_tokens: int  # at each length, about
+    diagnosed_positions: int  # the longest sequences whose dense weights are looked at
     members_at_once: int  # that many are vmapped; on a CPU few are faster, because their arrays fit the cache
 
     def cells(
@@ -36,9 +38,7 @@ class Suite:
 _CONTROLS = ("softmax@sqrt_position", "softmax@head_rms", "softmax@temperature", "lp@learned")
 _SMALL = ("softmax", "l2", "lp(p=4)", "linf", "ssmax@learned", "sink@learned", "sigmoid", "entmax15")
 _COUNTING_CONTROLS = tuple(
-    (task, contender)
-    for task in ("counting_batch_norm", "counting_keep_optimizer")
-    for contender in ("softmax", "l2", "softmax@sqrt_position")
+    itertools.product(("counting_batch_norm", "counting_keep_optimizer"), ("softmax", "l2"))
 )
 
 SUITES = {
@@ -57,13 +57,17 @@ SUITES = {
             num_heads=2,
             num_layers=1,
             eval_tokens=1024,
+            diagnosed_positions=64,
             members_at_once=2,
         ),
         Suite(
             name="small",
-            contenders=_SMALL + _CONTROLS,
+            contenders=_SMALL,
             tasks=("counting", "max_retrieval", "flip_flop", "mqar", "sort"),
-            also=_COUNTING_CONTROLS,
+            also=(
+                *itertools.product(("counting", "max_retrieval", "flip_flop"), _CONTROLS),
+                *_COUNTING_CONTROLS,
+            ),
             num_seeds=3,
             learning_rates=(1e-3, 3e-3, 1e-2),
             temperatures=(0.5, 1.0, 2.0),
@@ -72,7 +76,8 @@ SUITES = {
             features=64,
             num_heads=2,
             num_layers=2,
-            eval_tokens=2**17,
+            eval_tokens=2**16,
+            diagnosed_positions=512,
             members_at_once=3,
         ),
         Suite(
@@ -96,6 +101,7 @@ SUITES = {
             num_heads=4,
             num_layers=4,
             eval_tokens=2**20,
+            diagnosed_positions=2048,
             members_at_once=9,
         ),
     )

@@ -139,3 +139,6 @@ TASKS: dict[str, Callable[[str], Spec]] = {
     "copy": functools.partial(_transduction, copy_batch, copy_chance, "rope"),
     "passkey": _passkey,
 }
+
+# Tasks that differ from another in one choice.
+CONTROL_OF = {"counting_batch_norm": "counting", "counting_keep_optimizer": "counting"}

@@ -29,7 +29,8 @@ def fake_results(spec, contender):
                 value = 1.0 if factor == 1 else kept
                 if contender.name == "softmax" and seed == 1:
                     value = 0.25
-                rows.append({**place, "loss": 1 - value, "accuracy": value, "exact": value})
+                error = 0.04 / value * (2 if getattr(spec, "norm", "layer") == "batch" else 1)
+                rows.append({**place, "loss": 0.0, "accuracy": value, "exact": value, "error": error})
                 diagnostics.append({**place, **dict.fromkeys(DIAGNOSTICS, kept * factor)})
     return {
         "sweep": [{"normalizer": contender.specs[0], "learning_rate": 1e-3, "loss": 0.5, spec.metric: 0.5}],
@@ -144,6 +145,15 @@ def test_the_report_has_command_commit_gate_and_pairs(ran, tmp_path):
     failed = [row for row in rows if row["passed"] == "False"]
     assert {(row["contender"], row["seed"]) for row in failed} == {("softmax", "1")}
     assert {row["guess"] for row in rows if row["length"] == "4"} == {str(4.0**-4)}
+
+
+def test_a_task_with_a_control_is_compared_with_the_one_without(ran, tmp_path):
+    tasks = ["counting", "counting_batch_norm"]
+    grid = make_grid(TINY, tmp_path / "out", "command", ["softmax", "l2"], tasks)
+    write_report(grid, run(grid))
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| counting_batch_norm | l2 | -0.693 (n = 2, p = 0.5) | -0.693 (n = 2, p = 0.5) |" in report
+    assert "| counting_batch_norm | softmax | -0.693 (n = 1, p = 1) | -0.693 (n = 1, p = 1) |" in report
 
 
 def test_equal_cells_give_equal_files(ran, tmp_path):
