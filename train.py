@@ -3,9 +3,12 @@
     python train.py --workdir=runs/counting
     python train.py --workdir=/tmp/try --config=configs/counting.py:runlocal
     python train.py --workdir=runs/slow --config.optimizer.learning_rate=3e-4
+    python train.py --aot=v5e:4x4 --config=configs/lm_1b.py
 
 The workdir holds config.json, metrics.jsonl and .csv, tensorboard/, checkpoints/ and the results. Stop a run at any
 moment; the same command resumes it. --config.a.b=value changes a value of the config.
+--profile_steps=10-12 writes a trace of these steps. --aot compiles the train step for a TPU topology, of which nothing
+needs to be there but libtpu, and prints what a step would take.
 """
 
 import os
@@ -44,27 +47,48 @@ def main(argv: list[str]) -> None:
         # What the libraries' threads log as an error is raised too, and printed below without its tracebacks.
         logging.set_verbosity(logging.FATAL)
     print("loading JAX", flush=True)
+    if flags.FLAGS.aot:
+        _compile_ahead(flags.FLAGS.config.to_dict(), flags.FLAGS.aot)
+        return
     from attnorm.training import loop
     from attnorm.training.checkpoint import CheckpointError
     from attnorm.training.config import ConfigError
     from attnorm.training.mesh import ClusterError, initialize_distributed
+    from attnorm.training.profile import parse_steps
     from attnorm.training.workdir import WorkdirError
 
     workdir = Path(flags.FLAGS.workdir)
     try:
+        profile_steps = parse_steps(flags.FLAGS.profile_steps)
         initialize_distributed()
-        finished = loop.run(flags.FLAGS.config.to_dict(), workdir)
-    except (ClusterError, ConfigError, WorkdirError, loop.NonFiniteError) as error:
-        sys.exit(f"error: {error}")
+        finished = loop.run(flags.FLAGS.config.to_dict(), workdir, profile_steps)
+    except (CheckpointError, ClusterError, ConfigError, WorkdirError, loop.NonFiniteError) as error:
+        _end(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"ended at once; resume from the last checkpoint with: {_command()}")
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # the threads that failed to write would bury this message under theirs
+        _end(f"ended at once; resume from the last checkpoint with: {_command()}")
     if finished:
         print(f"finished; everything is in {workdir}")
     else:
         print(f"resume with: {_command()}")
+
+
+def _end(message: str) -> None:
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
+    # Threads that failed to write would bury the message under theirs, and those of a cluster wait for the others.
+    os._exit(1)
+
+
+def _compile_ahead(config: dict, topology: str) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is loaded: no device of this machine takes part
+    from attnorm.topology import LibtpuMissing, UnknownTopology
+    from attnorm.training import aot
+    from attnorm.training.config import ConfigError
+
+    try:
+        print(aot.compile_ahead(config, topology))
+    except (aot.DoesNotFitError, ConfigError, LibtpuMissing, UnknownTopology) as error:
+        sys.exit(f"error: --aot={topology}: {error}")
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -75,7 +99,9 @@ def _parse_flags(argv: list[str]) -> list[str]:
             str(_ROOT / "configs" / "counting.py"),
             "The experiment: a file, and after a colon its arguments.",
         )
-        flags.DEFINE_string("workdir", None, "Where the run is kept. Required.")
+        flags.DEFINE_string("workdir", None, "Where the run is kept. Required, but with --aot.")
+        flags.DEFINE_string("aot", None, "Compile for this TPU topology, such as v5e:4x4, and train nothing.")
+        flags.DEFINE_string("profile_steps", None, "Write a trace of these steps, such as 10-12.")
         arguments = flags.FLAGS(argv)
         flags.FLAGS.config.to_dict()  # raises if the file could not be read
     except (flags.Error, OSError) as error:
@@ -87,8 +113,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
         _exit(f"unknown key in {' '.join(overrides)}: {hint}")
     if arguments[1:]:
         _exit(f"unknown argument {arguments[1]!r}")
-    if not flags.FLAGS.workdir:
+    if not flags.FLAGS.workdir and not flags.FLAGS.aot:
         _exit("--workdir is missing, for example --workdir=runs/counting")
+    if "://" in (flags.FLAGS.workdir or ""):
+        _exit(f"--workdir must be a folder of a file system that is mounted, got {flags.FLAGS.workdir}")
     return arguments
 
 

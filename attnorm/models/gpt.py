@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from attnorm import output_norms
 from attnorm.cache import Cache, checked_counts, make_cache
+from attnorm.models.activations import split_over_mesh
 from attnorm.models.fields import require_types
 from attnorm.models.positions import (
     ALIBI_FEATURES,
@@ -223,13 +224,13 @@ class MLP(nnx.Module):
         self.leave = _linear(config, hidden, config.features, rngs, is_residual=True)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        hidden = self.enter(x)
+        hidden = split_over_mesh(self.enter(x), inside_layer=True)
         if self.kind == "gelu":
             hidden = jax.nn.gelu(hidden, approximate=True)
         elif self.kind == "relu2":  # arXiv 2109.08668
             hidden = jnp.square(jax.nn.relu(hidden))
         else:
-            hidden = jax.nn.silu(self.gate(x)) * hidden
+            hidden = jax.nn.silu(split_over_mesh(self.gate(x), inside_layer=True)) * hidden
         return self.leave(hidden)
 
 
@@ -245,8 +246,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], attention_fn: AttentionFn, positions: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), attention_fn, positions)
-        return x + self.mlp(self.mlp_norm(x))
+        x = split_over_mesh(x + self.attention(self.attention_norm(x), attention_fn, positions))
+        return split_over_mesh(x + self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nnx.Module):
@@ -337,7 +338,9 @@ class GPT(nnx.Module):
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The input of the first block."""
         x = self.token_embedding(tokens)
-        return x if self.position_embedding is None else x + self.position_embedding(positions)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        return split_over_mesh(x)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         table = self.token_embedding.embedding if self.head is None else self.head

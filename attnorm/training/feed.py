@@ -1,7 +1,6 @@
 """Batches from the host: this process's rows, read ahead, become arrays over the mesh of all processes."""
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnorm.data.pipeline import iterate
@@ -29,10 +28,8 @@ class Feed:
     def next(self) -> Tree | None:
         if self._batches is None:
             return None
-        return jax.tree.map(self._assembled, next(self._batches))
-
-    def _assembled(self, part: np.ndarray) -> jax.Array:
-        whole = (self._rows, *part.shape[1:])
+        part = next(self._batches)
+        whole = jax.tree.map(lambda x: (self._rows, *x.shape[1:]), part)
         return jax.make_array_from_process_local_data(self._sharding, part, whole)
 
 

@@ -1,8 +1,9 @@
 """Processes and devices: joining a cluster, and the mesh over which arrays are split."""
 
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,3 +113,17 @@ def split_batch(batch: Any, mesh: Mesh) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(split, batch)
+
+
+def over(mesh: Mesh) -> Callable[[Callable], Callable]:
+    """Decorates a function so that models and kernels find the mesh in context while it is traced."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapped(*args):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return function(*args)
+
+        return wrapped
+
+    return decorate

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from attnorm.training.attention import make_attention
 from attnorm.training.config import TrainConfig
 from attnorm.training.ensemble import Group
-from attnorm.training.mesh import replicated, split_batch
+from attnorm.training.mesh import over, replicated, split_batch
 from attnorm.training.optimizer import learning_rate
 from attnorm.training.placement import shardings
 from attnorm.training.state import TrainState, abstract_state, data_key, eval_key
@@ -36,6 +36,7 @@ def make_train_step(
     Metrics are ``learning_rate`` and, with one number per member, ``loss`` and ``gradient_norm`` (not clipped).
     """
 
+    @over(mesh)
     def train_step(state: TrainState, host_batch: Tree | None) -> tuple[TrainState, Metrics]:
         rate = learning_rate(config.optimizer, stage, state.step)
 
@@ -74,6 +75,7 @@ def make_evaluate(
 ) -> Callable[[TrainState], Metrics]:
     """``state -> metrics``, each with one number per member. Memory is that of one evaluation batch."""
 
+    @over(mesh)
     def evaluate(state: TrainState) -> Metrics:
         evaluated = state.ema if config.ema_decay else state.params
 

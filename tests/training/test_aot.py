@@ -1,0 +1,52 @@
+"""A train step compiled for TPUs that are not there: what is printed, and what is refused."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnorm.training.loop import parse_config
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "configs/counting.py:runlocal"
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments):
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "train.py", f"--config={CONFIG}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_report_of_a_step_on_four_chips():
+    result = run("--aot=v5e:2x2", "--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
+    assert result.returncode == 0, result.stderr
+    out = result.stdout
+    assert "4 x TPU v5 lite" in out
+    used, available = map(float, re.search(r"memory per device: ([\d.]+) GiB of ([\d.]+) GiB", out).groups())
+    assert 0 <= used < available == 16
+    sys.path.insert(0, str(ROOT))
+    from configs.counting import get_config
+
+    config, task = parse_config(get_config("runlocal").to_dict())
+    flops = len(config.ensemble.normalizers) * task.flops_per_step(task.stages[-1])
+    assert float(re.search(r"FLOPs per step: ([\d.e+]+)", out)[1]) == pytest.approx(flops, rel=1e-3)
+    assert re.search(r"all-(gather|reduce): \d+", out)
+    assert "MFU at most" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--aot=v5e:2x2", "--config.counting.model.features=65536"), "memory"),
+        (("--aot=v5e:2x2", "--config.mesh.tensor=3"), "config.mesh must make up the 4 devices"),
+        (("--aot=v9:2x2",), "--aot=v9:2x2"),
+    ],
+)
+def test_what_does_not_fit_or_exist_is_an_error(arguments, message):
+    result = run(*arguments)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] and message in result.stderr
+    assert "Traceback" not in result.stderr
