@@ -14,6 +14,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _LIMIT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+# What a TPU runs as one reduce-scatter, and prints as an all-reduce of which each device keeps a slice.
+_FUSED = "all-reduce-scatter"
 _ARRAY = re.compile(r"\b([a-z]\w*?)\[([\d,]*)\]")
 
 
@@ -41,13 +43,16 @@ def traffic(hlo: str) -> dict[str, Traffic]:
     computations, entry = _computations(hlo)
     # One that runs beside computation appears where it starts, where it goes on and where it ends: by channel.
     executed: dict[str, tuple[int, str, float]] = {}
-    for line, times in _executed(computations, entry, 1):
+    for place, line, times in _executed(computations, entry, 1):
         if match := _COLLECTIVE.search(line):
             result, kind, is_async = match.groups()
+            sent = _bytes_sent(kind, result, bool(is_async), line)
+            if kind == "all-reduce" and place.startswith(_FUSED):
+                kind, sent = "reduce-scatter", sent / 2
             channel = _CHANNEL.search(line)
             name = channel[1] if channel else line
             times = max(times, executed[name][0]) if name in executed else times
-            executed[name] = times, kind, times * _bytes_sent(kind, result, bool(is_async), line)
+            executed[name] = times, kind, times * sent
     found = {}
     for kind in KINDS:
         of_kind = [(times, sent) for times, other, sent in executed.values() if other == kind]
@@ -67,10 +72,10 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _executed(computations: dict[str, list[str]], name: str, times: int) -> Iterator[tuple[str, int]]:
-    """The instructions of a computation and of those it calls, and how often each is executed."""
+def _executed(computations: dict[str, list[str]], name: str, times: int) -> Iterator[tuple[str, str, int]]:
+    """The instructions of a computation and of those it calls, with its name and how often each is executed."""
     for line in computations.get(name, ()):
-        yield line, times
+        yield name, line, times
         inner = times * _trips(line, computations)
         for one, several in _CALLED.findall(line):
             for called in [one] if one else several.split(", "):

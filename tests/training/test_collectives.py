@@ -34,6 +34,11 @@ PROGRAM = """HloModule jit_train_step, entry_computation_layout={(f32[8]{0})->f3
   ROOT %lt = pred[] compare(%i, %limit), direction=LT
 }
 
+%all-reduce-scatter.4 (input.4: f32[64,2]) -> f32[16,2] {
+  %whole = f32[64,2]{1,0} all-reduce(%input.4), channel_id=11, replica_groups=[2,4]<=[8], to_apply=%add.1
+  ROOT %slice = f32[16,2]{1,0} dynamic-slice(%whole, %i, %j), dynamic_slice_sizes={16,2}
+}
+
 %less (p: (s32[], f32[8])) -> pred[] {
   ROOT %c = pred[] compare(%a, %b), direction=LT
 }
@@ -46,6 +51,7 @@ ENTRY %main.42 (x: f32[8]) -> f32[8] {
   %loop = (s32[], f32[8]) while(%t), condition=%less, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
   %start = ((f32[64]), f32[16], s32[]) async-start(%y), calls=%wrapped
   %done = f32[16] async-done(%start), calls=%wrapped
+  %part = f32[16,2]{1,0} fusion(%grads), kind=kCustom, calls=%all-reduce-scatter.4
   %third = (s32[], f32[8]) while(%t), condition=%below, body=%gathers
   %sums = (f32[10]{0}, bf16[4]{0}) all-reduce(%u, %v), replica_groups=[1,8]<=[8], to_apply=%add.1
   ROOT %exchanged = f32[8]{0} all-to-all(%x), replica_groups=[4,2]<=[8], dimensions={0}
@@ -58,7 +64,7 @@ def test_bytes_and_numbers_of_collectives():
     assert found == {
         "all-gather": (3 + 6, pytest.approx(3 * 128 * 3 / 4 + 6 * 64 / 2)),
         "all-reduce": (1, pytest.approx(2 * (40 + 8) * 7 / 8)),
-        "reduce-scatter": (1, pytest.approx(4 * 64 * 3 / 4)),
+        "reduce-scatter": (2, pytest.approx((4 * 64 + 4 * 128) * 3 / 4)),
         "collective-permute": (15, 15 * 64),
         "all-to-all": (1, pytest.approx(32 / 2)),
     }
