@@ -153,7 +153,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 def test_a_long_sequence_fits_in_memory(on_devices):
     """131,072 tokens, forward and backward; the check itself holds about 1 GB in float64."""
-    peak_kilobytes = int(on_devices(8, "-c", LONG).split()[-1])
+    peak_kilobytes = int(on_devices(8, "-c", LONG, compile_flags="").split()[-1])
     assert peak_kilobytes < 8e6
 
 
