@@ -14,7 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from attnorm.kernels import gpu_tile as tile
 from attnorm.kernels.gpu_call import kernel_call
 from attnorm.kernels.gpu_forward import steps
+from attnorm.kernels.gpu_rule import translated
 from attnorm.kernels.schedule import Schedule
+from attnorm.kernels.slopes import recompute
 
 
 def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
@@ -58,13 +60,14 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             place = tile.Place(batch, head, i, inner * bk, (tile.ROWS, bk), transposed=False)
             is_full = schedule.full(inputs.tables, batch, outer, inner)
             m, g, *d_stats = (tile.over_rows(x, place.shape) for x in state)
+            # The products first: no slopes need to outlive one in registers.
             s = tile.product(queries.at[group], key.transpose((1, 0)), place.shape)
-            s, capped = tile.logits(static, inputs, place, is_full, s)
-            _, back = tile.recompute(tile.rule_over(inputs.rule, head, place.shape), s, capped, m)
             dp = tile.product(d_outputs.at[group], value.transpose((1, 0)), place.shape)
             plgpu.barrier_arrive(value_done)
-            ds, d_spread = back(g * dp, d_stats)
-            d_spread = jax.tree.leaves(d_spread)
+            s, capped = tile.logits(static, inputs, place, is_full, s)
+            rule = tile.rule_over(inputs.rule, head, place.shape)
+            _, back = recompute(rule, s, capped, m, translated)
+            ds, d_spread = back(g * dp, d_stats, with_parameters=True)
             d_rule = tuple(total + jnp.sum(x, axis=1) for total, x in zip(d_rule, d_spread, strict=True))
             ds = tile.at_visible(inputs, s, ds).astype(dtype)
             dq = tile.add_product(static, dq, ds, key)
@@ -145,13 +148,14 @@ def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling, names
             # One gradient after the other, to need fewer registers.
             s = tile.product(keys.at[group], query.transpose((1, 0)), shape)
             s, capped = tile.logits(static, inputs, place, is_full, s)
-            f, back = tile.recompute(tile.rule_over(inputs.rule, place.head, shape), s, capped, of_row(0))
+            rule = tile.rule_over(inputs.rule, place.head, shape)
+            f, back = recompute(rule, s, capped, of_row(0), translated)
             if "value" in totals:
                 weights = tile.at_visible(inputs, s, of_row(1) * f).astype(dtype)
                 totals |= {"value": tile.add_product(static, totals["value"], weights, d_output)}
             if "key" in totals:
                 dp = tile.product(values.at[group], d_output.transpose((1, 0)), shape)
-                ds, _ = back(of_row(1) * dp, [of_row(r) for r in range(2, num_rows)])
+                ds = back(of_row(1) * dp, [of_row(r) for r in range(2, num_rows)])
                 ds = tile.at_visible(inputs, s, ds).astype(dtype)
                 totals |= {"key": tile.add_product(static, totals["key"], ds, query)}
             for done in (state_done, d_output_done, query_done):

@@ -21,6 +21,7 @@ from attnorm import _compat
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.kernels.call import hides, pad_ids, pad_pairs
 from attnorm.kernels.schedule import Tiling, make_bounds, make_schedule
+from attnorm.kernels.tile import rule_tiles
 from attnorm.tiling import round_up
 
 # Versions of CUDA from 12.8.0 to before 12.9.1, as JAX's own attention for Hopper knows.
@@ -31,6 +32,8 @@ _HOPPER = ("H100", "H200", "H800", "H20")
 # at once.
 _ROWS, _COLUMNS = 64, 64
 _ROWS_COPIED = 8
+# Tiles of 128 keys that the scalar functions of a rule may hold at once, by what compiled.
+_RULE_TILES = 3
 
 
 def refusal(dtype, device) -> str | None:
@@ -69,7 +72,9 @@ def run_forward(static, query, key, value, bias, normalizer, visibility):
     from attnorm.kernels.gpu_forward import forward
 
     T, S, Hv = query.shape[1], key.shape[1], value.shape[-1]
-    bk = 128 if max(query.shape[-1], Hv) <= 128 else 64  # as many keys as registers and shared memory hold
+    # As many keys as registers and shared memory hold.
+    is_small = max(query.shape[-1], Hv) <= 128 and rule_tiles(normalizer, backward=False) <= _RULE_TILES
+    bk = 128 if is_small else 64
     tiling = Tiling(T, S, min(128, round_up(T, _ROWS)), bk)
     if hides(visibility):
         # A broken number must not meet the weight 0 of a pair that does not see it. Values stop here, and mark

@@ -42,7 +42,7 @@ _FORWARD = {
     "exact": {64: _Blocks(64, 32), 128: _Blocks(32, 32), 256: _Blocks(32, 16)},
 }
 _BACKWARD = {
-    "narrow": {64: _Blocks(64, 64), 128: _Blocks(64, 64), 256: _Blocks(32, 32)},
+    "narrow": {64: _Blocks(64, 32), 128: _Blocks(64, 32), 256: _Blocks(32, 32)},
     "rounded": {64: _Blocks(32, 32), 128: _Blocks(32, 32), 256: _Blocks(16, 16)},
     "exact": {64: _Blocks(32, 32), 128: _Blocks(16, 16), 256: _Blocks(16, 16)},
 }

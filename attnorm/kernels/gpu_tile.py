@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from attnorm.kernels.gpu_rule import tanh, translated
+from attnorm.kernels.gpu_rule import tanh
 from attnorm.kernels.schedule import Tables
 from attnorm.masks import visible_pairs
 
@@ -144,26 +144,6 @@ def logits(static, inputs: Inputs, place: Place, is_full, s):
     elif is_full is not True:  # not known until the kernel runs
         s = jax.lax.cond(is_full, lambda s: s, masked, s)
     return s, capped
-
-
-def recompute(rule, s, capped, m):
-    """The numerators of a tile of logits, and a function back.
-
-    It takes the gradients of the numerators and of every statistic, over the tile, to those of the products of
-    queries and keys (but for the scale) and of the rule's parameters.
-    """
-
-    def numerators_and_pull(s, m, rule):
-        (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m), s, rule)
-        return f, pull
-
-    f, pull = translated(numerators_and_pull)(s, m, rule)
-
-    def back(df, d_stats):
-        ds, d_rule = translated(pull)((df, tuple(d_stats)))
-        return ds if capped is None else ds * (1 - capped * capped), d_rule
-
-    return f, back
 
 
 def at_visible(inputs: Inputs, s, x):

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from attnorm.kernels import triton_tile as tile
 from attnorm.kernels.schedule import Schedule
+from attnorm.kernels.slopes import recompute
 from attnorm.kernels.tile import dot
 from attnorm.kernels.triton_call import kernel_call
 
@@ -42,13 +43,12 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             key, value = (ref[0, place.columns, 0] for ref in (refs.key, refs.value))
             s = dot(query, key, (1, 1), static.precision)
             s, capped = tile.logits(static, refs, place, schedule.full(refs.tables, batch, i, j), s)
-            _, back = tile.recompute(tile.rule_over(refs.rule, 0, s.shape), s, capped, m)
+            _, back = recompute(tile.rule_over(refs.rule, 0, s.shape), s, capped, m)
             dp = tile.with_value_marks(refs, place, dot(d_output, value, (1, 1), static.precision))
-            ds, d_spread = back(g * dp, d_stats)
-            d_spread = jax.tree.leaves(d_spread)
+            ds, d_spread = back(g * dp, d_stats, with_parameters=True)
+            ds, *d_spread = (tile.at_visible(refs, s, x) for x in (ds, *d_spread))
             d_rule = tuple(total + jnp.sum(x, axis=1) for total, x in zip(d_rule, d_spread, strict=True))
-            ds = tile.at_visible(refs, s, ds).astype(dtype)
-            return dq + dot(ds, key, (1, 0), static.precision), d_rule
+            return dq + dot(ds.astype(dtype), key, (1, 0), static.precision), d_rule
 
         row = jnp.zeros(bq, jnp.float32)
         carry = (jnp.zeros((bq, H), jnp.float32), (row,) * len(parameters))
@@ -96,11 +96,11 @@ def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling):
                 m, g, *d_stats = (tile.of_queries(refs.rows, place, 0, head, r) for r in range(num_rows))
                 s = dot(key, query, (1, 1), static.precision)
                 s, capped = tile.logits(static, refs, place, schedule.full(refs.tables, batch, j, i), s)
-                f, back = tile.recompute(tile.rule_over(refs.rule, head, s.shape), s, capped, m)
+                f, back = recompute(tile.rule_over(refs.rule, head, s.shape), s, capped, m)
                 weights = tile.at_visible(refs, s, g * f).astype(dtype)
                 dv = dv + dot(weights, d_output, (1, 0), static.precision)
                 dp = tile.with_value_marks(refs, place, dot(value, d_output, (1, 1), static.precision))
-                ds, _ = back(g * dp, d_stats)
+                ds = back(g * dp, d_stats)
                 ds = tile.at_visible(refs, s, ds).astype(dtype)
                 return dk + dot(ds, query, (1, 0), static.precision), dv
 

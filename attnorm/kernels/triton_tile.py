@@ -151,21 +151,6 @@ def at_visible(refs: Inputs, s, x):
     return where_broken(refs, lambda x: jnp.where(s == -jnp.inf, 0, x), x)
 
 
-def recompute(rule, s, capped, m):
-    """The numerators of a tile of logits, and a function back.
-
-    It takes the gradients of the numerators and of every statistic to those of the products of queries and keys (but
-    for the scale) and of the rule's parameters.
-    """
-    (f, _), pull = jax.vjp(lambda s, rule: rule.terms(s, m), s, rule)
-
-    def back(df, d_stats):
-        ds, d_rule = pull((df, tuple(jnp.broadcast_to(d, s.shape) for d in d_stats)))
-        return ds if capped is None else ds * (1 - capped * capped), d_rule
-
-    return f, back
-
-
 def _visible(static, refs, place):
     """Whether each query of the tile sees each key."""
     bounds = refs.tables.bounds

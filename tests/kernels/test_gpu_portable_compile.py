@@ -12,7 +12,7 @@ import pytest
 
 from attnorm import _compat, kernels
 from tests.kernels import gpu_targets
-from tests.kernels.features import N, call_of, floats, make_call
+from tests.kernels.features import FEATURES, call_of, make_call
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax[cuda13-local]")
 pytestmark = [
@@ -33,39 +33,15 @@ def check(call, arrays, rule, card, names=NAMES):
     assert set(re.findall(r'"(attnorm_triton_\w+)"', compiled.as_text())) == names
 
 
-# One or a few of every row of the contract; a bias goes elsewhere for its gradient.
-SAMPLED = {
-    "causal": ["T > S"],
-    "offset": ["per batch"],
-    "window": ["both sides"],
-    "lengths": ["both"],
-    "segments": ["both"],
-    "mask": ["(2, 4, 300, 400)", "(1, 1, 300, 1)"],
-    "logits": ["soft cap"],
-    "heads": ["three query heads per key head"],
-    "head dims": ["40", "16 and 256"],
-    "lengths of arrays": ["one query"],
-    "dtype": ["float16"],
-    "normalizer": ["lp", "linf", "sink", "softplus", "softpick"],
-}
-
-
-@pytest.mark.parametrize("feature", [f"{row}: {name}" for row, names in SAMPLED.items() for name in names])
-def test_feature(feature):
-    check(*make_call(feature, implementation="pallas_gpu"), "A100")
-
-
-# L4 has the least shared memory.
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda x: x.dtype.name)
+# The rule whose slopes take the most registers, and several heads to walk through; L4 has the least shared memory.
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_tiles_fit_the_smallest_card(width, dtype):
-    case = dict(is_causal=True, dtype=dtype, shape=dict(H=width, Hv=width))
-    check(*call_of(case, implementation="pallas_gpu"), "L4")
-
-
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_float32_multiplied_exactly(width):
-    case = dict(precision="highest", is_causal=True, dtype=jnp.float32, shape=dict(H=width, Hv=width))
+@pytest.mark.parametrize(
+    "numbers",
+    [dict(), dict(dtype=jnp.float32), dict(dtype=jnp.float32, precision="highest")],
+    ids=["narrow", "rounded", "exact"],
+)
+def test_tiles_fit(width, numbers):
+    case = dict(normalizer="softpick", is_causal=True, shape=dict(N=6, H=width, Hv=width)) | numbers
     check(*call_of(case, implementation="pallas_gpu"), "L4")
 
 
@@ -74,11 +50,17 @@ def test_newer_cards(card):
     check(*make_call("head dims: 128", implementation="pallas_gpu"), card)
 
 
-def test_bias_in_the_forward_kernel():
-    call = make_call("together: everything", implementation="pallas_gpu")
-    check(*call, "A100", {"attnorm_triton_forward"})
+@pytest.mark.parametrize(
+    "feature",
+    ["normalizer: lp", "normalizer: linf", "head dims: 192 and 40", "lengths of arrays: one query"],
+)
+def test_feature(feature):
+    check(*make_call(feature, implementation="pallas_gpu"), "A100")
 
 
-@pytest.mark.parametrize("name, rule", [("sigmoid", dict(b=floats(N, dtype=jnp.float32))), ("general", {})])
-def test_rule(name, rule):
-    check(*call_of(dict(normalizer=name, rule=rule), implementation="pallas_gpu"), "A100")
+def test_all_restrictions():
+    """In every kernel, but for a bias, whose gradient is elsewhere."""
+    case = FEATURES["together: everything"]
+    without_bias = {name: x for name, x in case.items() if name != "bias"}
+    check(*call_of(without_bias, implementation="pallas_gpu"), "A100")
+    check(*call_of(case, implementation="pallas_gpu"), "A100", {"attnorm_triton_forward"})
