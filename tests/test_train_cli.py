@@ -129,6 +129,14 @@ def test_a_stopped_run_saves_exits_with_0_and_says_how_to_go_on(tmp_path, signum
             ("--config.ensemble.seeds=(2147483648,)",),
             "error: config.ensemble.seeds must be numbers from 0 to",
         ),
+        (
+            ("--profile_steps=3",),
+            "error: profile_steps must be the first and last step, such as 10-12, got '3'",
+        ),
+        (
+            ("--workdir=gs://bucket/run",),
+            "error: --workdir must be a folder of a file system that is mounted",
+        ),
     ],
 )
 def test_bad_input_is_an_error_that_names_it_and_writes_nothing(tmp_path, arguments, message):

@@ -119,8 +119,11 @@ def run(num_steps: int) -> dict:
         log_every=_LOG_EVERY,
         checkpoint_every=_CHECKPOINT_EVERY,
     )
-    tasks.TASKS["idle"] = _IdleTask
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        tasks.TASKS["idle"] = _IdleTask
+        stack.callback(tasks.TASKS.pop, "idle")
         loop.run(config, Path(folder) / "run")
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     times = {row["step"]: row["wall/seconds"] for row in map(json.loads, lines)}

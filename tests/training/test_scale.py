@@ -17,6 +17,7 @@ from attnorm.training.metrics import read_rows
 from attnorm.training.setup import Setup
 from attnorm.training.state import initial_ema
 from attnorm.training.tasks import TASKS
+from attnorm.training.throughput import PEAK_FLOPS, Pace
 
 spec = importlib.util.spec_from_file_location("toy", Path(__file__).with_name("toy.py"))
 toy = importlib.util.module_from_spec(spec)
@@ -203,3 +204,14 @@ def test_a_run_may_go_on_with_another_mesh_alone(toy_run):
 def test_a_trace_of_some_steps(tmp_path):
     assert loop.run(toy.config(), tmp_path / "run", profile_steps=(3, 4))
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_tokens_per_second_and_mfu_are_of_the_same_time(monkeypatch):
+    monkeypatch.setitem(PEAK_FLOPS, jax.devices()[0].device_kind, 2e12)
+    pace = Pace(step=3)
+    with pace.waiting():
+        pass
+    measured = pace.measure(5, tokens_per_step=100, flops_per_step=1e9)
+    steps_per_second = measured["wall/tokens_per_second"] / 100
+    assert measured["wall/mfu"] == pytest.approx(steps_per_second * 1e9 / (2e12 * jax.device_count()))
+    assert 0 <= measured["wall/data_seconds_per_step"] <= 1 / steps_per_second

@@ -10,33 +10,45 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnorm.training.feed import Feed
 from attnorm.training.loop import parse_config
 from attnorm.training.setup import Setup
 
-_MESHES = {"data": (8, 1, 1, 1), "fsdp": (1, 8, 1, 1), "tensor": (1, 4, 1, 2), "context": (2, 1, 4, 1)}
+# Sizes of data, fsdp, context and tensor, by task.
+_MESHES = {
+    "counting": [(8, 1, 1, 1), (2, 2, 1, 2)],
+    "lm": [(2, 4, 1, 1), (1, 2, 1, 4), (2, 1, 4, 1), (1, 2, 2, 2)],
+}
 _PROGRAM = """
 import json, sys
-sys.path.insert(0, "tests/training")
+sys.path[:0] = [".", "tests/training"]
+import jax
+from configs.lm import get_config
 from conftest import TINY
 from test_step import _MESHES, losses
-import jax
 TINY["ensemble"].update(normalizers=("lp(p=2)", "linf"), seeds=(0,))
+lm = get_config("runlocal").to_dict()
+lm["lm"]["batch_size"], lm["accumulation_steps"] = 16, 2
+lm["lm"]["model"].update(num_heads=4, features=32, norm="rms", mlp="swiglu", tie_embeddings=False)
 found = {}
-for name, sizes in _MESHES.items():
-    TINY["mesh"] = dict(zip(("data", "fsdp", "context", "tensor"), sizes))
-    found[name] = losses(TINY).tolist()
-print(json.dumps([jax.device_count(), found]))
+for config in (TINY, lm):
+    for sizes in [(1, 1, 1, 1), *_MESHES[config["task"]]]:
+        config["mesh"] = dict(zip(("data", "fsdp", "context", "tensor"), sizes))
+        devices = jax.devices()[: sizes[0] * sizes[1] * sizes[2] * sizes[3]]
+        found.setdefault(config["task"], []).append(losses(config, devices=devices).tolist())
+print(json.dumps(found))
 """
 
 
-def losses(config, num_steps=4):
+def losses(config, num_steps=4, devices=None):
     """Losses in the first stage, (step, member)."""
-    setup = Setup(*parse_config(config))
+    setup = Setup(*parse_config(config), devices)
     state = setup.init_state()
-    train_step = setup.train_step(setup.task.stages[0])
+    stage = setup.task.stages[0]
+    train_step, feed = setup.train_step(stage), Feed(setup.task, stage, 0, setup.mesh)
     found = []
     for _ in range(num_steps):
-        state, metrics = train_step(state, None)
+        state, metrics = train_step(state, feed.next())
         found.append(metrics["loss"])
     assert state.step == num_steps
     return np.array(found)
@@ -80,19 +92,18 @@ def test_one_step_follows_the_gradient(tiny):
 
 
 @pytest.mark.slow
-def test_eight_devices_give_the_losses_of_one(tiny):
+def test_eight_devices_give_the_losses_of_one():
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.getcwd(),
     }
-    environment["PYTHONPATH"] = os.getcwd()
     output = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, "-c", _PROGRAM], env=environment, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
-    tiny["ensemble"].update(normalizers=("lp(p=2)", "linf"), seeds=(0,))
-    num_devices, found = json.loads(output.splitlines()[-1])
-    assert num_devices == 8
-    expected = losses(tiny)
-    for name in _MESHES:
-        np.testing.assert_allclose(found[name], expected, rtol=1e-4, err_msg=name)
+    found = json.loads(output.splitlines()[-1])
+    for task, meshes in _MESHES.items():
+        one, *others = found[task]
+        for mesh, losses_of_mesh in zip(meshes, others, strict=True):
+            np.testing.assert_allclose(losses_of_mesh, one, rtol=1e-4, err_msg=f"{task} on {mesh}")
