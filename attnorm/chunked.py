@@ -25,9 +25,11 @@ from attnorm.masks import Visibility, slice_tile
 from attnorm.normalizers.rule import Normalizer, Partial, combined, nothing_seen, prepared
 from attnorm.rows import sees_nothing
 from attnorm.tile_layout import (
+    Operands,
     Sizes,
     Static,
     add_bias_tile,
+    as_operand,
     dot,
     dropout_tile,
     from_key_tiles,
@@ -40,6 +42,7 @@ from attnorm.tile_layout import (
     pad_bias,
     places_of,
     query_tiles,
+    row_products,
     scan_tiles,
     stack_tiles,
     sum_to,
@@ -62,9 +65,9 @@ class BlockSizes:
                 raise ValueError(f"block size {name} must be a positive int, got {size!r}")
 
 
-def default_block_sizes(num_queries: int, num_keys: int) -> BlockSizes:
-    """Larger tiles amortise the rescaling of the output, until they leave the cache."""
-    size = 256 if max(num_queries, num_keys) <= 2048 else 512
+def default_block_sizes(num_heads: int) -> BlockSizes:
+    """Larger tiles amortise the rescaling of the output, until those of all heads of the batch leave the cache."""
+    size = 256 if num_heads <= 8 else 128
     return BlockSizes(size, size)
 
 
@@ -149,7 +152,7 @@ def partial_gradients(
 def sizes_of(query, key, block_sizes):
     B, T, N, _ = query.shape
     _, S, K, _ = key.shape
-    blocks = block_sizes or default_block_sizes(T, S)
+    blocks = block_sizes or default_block_sizes(B * N)
     return Sizes(B, T, S, K, N // K, _block(T, blocks.query), _block(S, blocks.key))
 
 
@@ -191,9 +194,10 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
     places = places_of(normalizer, visibility, sizes, dtype)
     bias = pad_bias(bias, sizes, dtype)
     rule = over_rows(normalizer, sizes)
-    # Narrow inputs are widened once: CPUs multiply float32 faster, and nothing is rounded in between.
-    queries = query_tiles(sizes, query.astype(dtype) * static.scale)
-    keys, values = key_tiles(sizes, key.astype(dtype)), key_tiles(sizes, value.astype(dtype))
+    operands = Operands.of(query.dtype, static.scale)
+    queries = query_tiles(sizes, query.astype(operands.dtype) * operands.query_factor)
+    keys = key_tiles(sizes, key.astype(operands.dtype))
+    values = key_tiles(sizes, value.astype(operands.dtype))
 
     def query_tile(i):
         q = queries[i].reshape(sizes.B, sizes.K, sizes.G * sizes.bq, -1)
@@ -201,6 +205,8 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
         def key_tile(j, state, masked):
             k, v = keys[j], values[j]
             s = dot("bkih,bkjh->bkij", q, k, static).reshape(sizes.B, sizes.K, sizes.G, sizes.bq, sizes.bk)
+            if operands.logit_factor != 1:
+                s = s * operands.logit_factor
             if bias is not None:
                 s = s + grouped(slice_tile(bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk), sizes)
             if static.logits_soft_cap is not None:
@@ -222,7 +228,7 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
 
             def add(total, f):
                 f = f if kept is None else f * kept
-                f = f.reshape(sizes.B, sizes.K, sizes.G * sizes.bq, sizes.bk)
+                f = as_operand(f, operands).reshape(sizes.B, sizes.K, sizes.G * sizes.bq, sizes.bk)
                 product = dot("bkij,bkjh->bkih", f, finite_or_zero(v) if masked else v, static)
                 total = total + product.reshape(total.shape)
                 return total + mark if masked else total
@@ -252,9 +258,9 @@ def _attend_backward(static, residuals, cotangents):
         lambda stats, rule: over_rows(rule, sizes).finalize(stats, m), stats, normalizer
     )
     if isinstance(factor, tuple):
-        delta = tuple(jnp.sum(d_outputs * own, axis=-1, keepdims=True) for own in sums)
+        delta = tuple(row_products(d_outputs, own, static) for own in sums)
     else:
-        delta = jnp.sum(d_outputs * query_tiles(sizes, sums.astype(dtype)), axis=-1, keepdims=True)
+        delta = row_products(d_outputs, query_tiles(sizes, sums).astype(dtype), static)
         delta = delta / jnp.where(factor == 0, 1, factor)
     d_stats, d_normalizer = pull_factor(delta)
     if d_log_norm is not None:
@@ -289,8 +295,11 @@ def _tile_gradients(
     padded = visibility.padded(sizes.nq * sizes.bq, sizes.nk * sizes.bk)
     places = places_of(normalizer, visibility, sizes, dtype, transposed=True)
     padded_bias = pad_bias(bias, sizes, dtype)
-    queries = query_tiles(sizes, query.astype(dtype) * static.scale)
-    keys, values = key_tiles(sizes, key.astype(dtype)), key_tiles(sizes, value.astype(dtype))
+    operands = Operands.of(query.dtype, static.scale)
+    queries = query_tiles(sizes, query.astype(operands.dtype) * operands.query_factor)
+    keys = key_tiles(sizes, key.astype(operands.dtype))
+    values = key_tiles(sizes, value.astype(operands.dtype))
+    d_outputs = d_outputs.astype(operands.dtype)
     finite_queries = finite_or_zero(queries)
     finite_keys_transposed = jnp.swapaxes(finite_or_zero(keys), -1, -2)
     # (nq, B, K, 1, G, bq)
@@ -311,6 +320,8 @@ def _tile_gradients(
             else:
                 s = dot("bkjh,bkih->bkji", k, q, static)
                 s = s.reshape(sizes.B, sizes.K, sizes.bk, sizes.G, sizes.bq)
+            if operands.logit_factor != 1:
+                s = s * operands.logit_factor
             if padded_bias is not None:
                 tile = slice_tile(padded_bias, i * sizes.bq, sizes.bq, j * sizes.bk, sizes.bk)
                 s = s + keys_first(grouped(tile, sizes))
@@ -349,14 +360,14 @@ def _tile_gradients(
             d_rule = jax.tree.map(lambda total, x: total + sum_to(x, total.shape), d_rule, d_spread)
             if d_bias is not None:
                 d_bias = add_bias_tile(d_bias, ds, sizes, i, j)
-            dv += dot("bkji,bkih->bkjh", f.reshape(flat), d_out, static)
-            ds = ds.reshape(flat)
+            f, ds = (as_operand(x, operands).reshape(flat) for x in (f, ds))
+            dv += dot("bkji,bkih->bkjh", f, d_out, static)
             q = finite_queries[i].reshape(q.shape)
             dk += dot("bkji,bkih->bkjh", ds, q, static)
             dq_transposed = dq_transposed.at[i].add(dot("bkhj,bkji->bkhi", k_transposed, ds, static))
             return dq_transposed, d_bias, d_rule, dk, dv
 
-        zeros = jnp.zeros_like(k), jnp.zeros_like(v)
+        zeros = jnp.zeros_like(k, dtype), jnp.zeros_like(v, dtype)
         *carry, dk, dv = loop_spans(
             padded.query_spans(j * sizes.bk, sizes.bk, sizes.bq, sizes.nq), query_tile, (*carry, *zeros)
         )
@@ -377,7 +388,8 @@ def _tile_gradients(
     if d_bias is not None:
         d_bias = d_bias[..., : bias.shape[-2], : bias.shape[-1]]
     d_rule = jax.tree.map(lambda x, leaf: x.reshape(leaf.shape), d_rule, normalizer)
-    return dq, from_key_tiles(sizes, dk), from_key_tiles(sizes, dv), d_bias, d_rule
+    dk, dv = from_key_tiles(sizes, dk * operands.logit_factor), from_key_tiles(sizes, dv)
+    return dq, dk, dv, d_bias, d_rule
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

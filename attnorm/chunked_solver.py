@@ -66,7 +66,7 @@ def attend(
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Output in query's dtype; there is no log-norm. No dimension may be 0."""
     if block_sizes is None:
-        default = chunked.default_block_sizes(query.shape[1], key.shape[1])
+        default = chunked.default_block_sizes(query.shape[0] * query.shape[2])
         block_sizes = chunked.BlockSizes(min(default.query, _MOST_QUERIES), default.key)
     static = Static(chunked.sizes_of(query, key, block_sizes), scale, logits_soft_cap, precision)
     arrays = (query, key, value, bias, normalizer, visibility, dropout)

@@ -7,6 +7,7 @@ positions inside a tile. Arrays cut into tiles have the tile's number as their f
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,24 @@ class Static:
     scale: float
     logits_soft_cap: float | None
     precision: Any
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What matrix products are fed: the dtype, and the factors of the scale in queries and in logits."""
+
+    dtype: Any
+    query_factor: float
+    logit_factor: float
+
+    @staticmethod
+    def of(dtype, scale) -> Operands:
+        """bfloat16 stays, as CPUs may multiply it faster; a scale that would round queries again is left to logits."""
+        if dtype != jnp.bfloat16:  # float16 has no fast product on CPUs
+            return Operands(jnp.promote_types(dtype, jnp.float32), scale, 1.0)
+        if math.frexp(abs(scale))[0] in (0, 0.5):
+            return Operands(dtype, scale, 1.0)
+        return Operands(dtype, 1.0, scale)
 
 
 # Layout.
@@ -141,9 +160,47 @@ def sum_to(x, shape):
 
 # Arithmetic and control.
 
+# Rows whose products are taken at once, to use one from each.
+_ROWS_MULTIPLIED = 16
+
+
+def row_products(a, b, static):
+    """<a, b> of every row of two arrays in tiles of queries, (nq, B, K, G, bq, 1).
+
+    In a backward pass it is subtracted from products of one array and values, of which it is the largest part where
+    a row sees few keys. So in float32 it is rounded as they are, a row of a matrix product, and they cancel.
+    """
+    if a.dtype != jnp.float32:
+        return jnp.sum(a * b, axis=-1, keepdims=True)
+    rows = a.shape[3] * a.shape[4]
+    size = min(rows, _ROWS_MULTIPLIED)
+
+    def in_parts(x):
+        x = x.reshape(-1, rows, x.shape[-1])
+        x = jnp.pad(x, [(0, 0), (0, -rows % size), (0, 0)])
+        return x.reshape(-1, size, x.shape[-1])
+
+    products = dot("nih,njh->nij", in_parts(b), in_parts(a), static)
+    products = jnp.diagonal(products, axis1=-2, axis2=-1).reshape(a.shape[0] * a.shape[1] * a.shape[2], -1)
+    return products[:, :rows].reshape(*a.shape[:-1], 1)
+
 
 def dot(spec, a, b, static):
-    return jnp.einsum(spec, a, b, precision=static.precision, preferred_element_type=a.dtype)
+    """The product in float32 or wider; those of bfloat16 are exact at every precision."""
+    precision = None if a.dtype == jnp.bfloat16 else static.precision
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=wide)
+
+
+def as_operand(x, operands):
+    """x in the dtype of matrix products."""
+    if operands.dtype != jnp.bfloat16:
+        return x.astype(operands.dtype)
+    # What a cast does, to the nearest and ties to even, in integers: XLA on CPU takes twice as long for its own.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    bits = jnp.where(jnp.isnan(x), jnp.uint32(0x7FC00000), rounded)
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def dropout_tile(dropout, sizes, i, j, dtype):

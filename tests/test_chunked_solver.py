@@ -149,7 +149,7 @@ def test_no_array_of_length_times_length(monkeypatch):
         )
 
     largest = largest_array(jax.make_jaxpr(both)(jnp.full(1, 1.5), *arrays).jaxpr)
-    assert chunked.default_block_sizes(length, length).query <= largest < length * length / 4
+    assert chunked.default_block_sizes(1).query <= largest < length * length / 4
 
 
 VISITS = []

@@ -20,6 +20,7 @@ from tests.contract.cases import (
     IMPLEMENTATIONS,
     NORMALIZER_CASES,
     SLOW_CASES,
+    Case,
     make_inputs,
 )
 from tests.oracles import ORACLES, attention
@@ -42,6 +43,19 @@ def test_case(case, implementation, monkeypatch):
 @pytest.mark.parametrize("case", SLOW_CASES, ids=str)
 def test_slow_case(case, implementation, monkeypatch):
     check(case, implementation, monkeypatch)
+
+
+def test_row_that_sees_one_key(monkeypatch):
+    """What such a row's weight owes cancels, to the last bit only where products are rounded alike."""
+    case = Case(
+        lengths=(1, 300),
+        width=72,
+        value_width=64,
+        heads=(6, 2),
+        restriction="window-causal",
+        normalizer=("lp", 3),
+    )
+    check(case, "chunked", monkeypatch)
 
 
 def check(case, implementation, monkeypatch):

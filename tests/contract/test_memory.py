@@ -67,7 +67,7 @@ def test_no_array_of_length_times_length(restricted):
         return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
 
     largest = largest_array(jax.make_jaxpr(both)(*arrays, normalizer).jaxpr)
-    assert chunked.default_block_sizes(T, T).query <= largest < T * T / 4
+    assert chunked.default_block_sizes(1).query <= largest < T * T / 4
 
 
 def test_the_walk_finds_inner_arrays():
