@@ -1,4 +1,4 @@
-"""Language models beyond the length they were trained at: softmax, L2 and AVnorm, with and without a length rescale.
+"""Language models beyond their trained length: softmax, L2 and AVnorm, with and without a length rescale.
 
     python train.py --workdir=runs/e3 --config=configs/lm_extrapolation.py
     python train.py --workdir=runs/e3_avnorm --config=configs/lm_extrapolation.py:output_norm=head_layer
@@ -6,12 +6,15 @@
     python train.py --workdir=runs/e3_avnorm_trained_yarn \
         --config=configs/lm_extrapolation.py:output_norm=head_layer,trained_yarn=32
     python train.py --workdir=runs/e3_sqrt --config=configs/lm_extrapolation.py:output_rescale=sqrt_position
+    python train.py --workdir=runs/e3_controls --config=configs/lm_extrapolation.py \
+        --config.ensemble.normalizers="('log_n(n_train=128)', 'ssmax')"
     python -m attnorm.analysis extrapolation runs/e3* --out results/extrapolation
 
-Hardware: 2 CPU cores, offline. Time: to be measured. With :published, one node of 8 GPUs or a TPU slice (an estimate),
-and a corpus with documents of at least 65,536 tokens in data/tokens, which `python -m attnorm.data` writes.
-Expected: to be measured. Published, one run of 4000 steps each, loss at 2k/8k/64k: softmax with a rescale in training
-3.31/7.28/7.45, without 3.31/4.70/6.89; AVnorm with it 3.31/4.82/6.29, without 3.31/4.24/6.72.
+Hardware: 2 CPU cores, offline. Time: about 12 minutes a run, 6 with AVnorm (estimates).
+With :published, one node of 8 GPUs or a TPU slice (an estimate), and a corpus with documents of at least
+65,536 tokens in data/tokens, which `python -m attnorm.data` writes.
+Expected: to be measured. Published, one run of 4000 steps each, loss at 2k/8k/64k: softmax with a rescale in
+training 3.31/7.28/7.45, without 3.31/4.70/6.89; AVnorm with it 3.31/4.82/6.29, without 3.31/4.24/6.72.
 """
 
 from ml_collections import ConfigDict
@@ -31,7 +34,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = language_model(
         "lm_extrapolation",
         argument,
-        normalizers=("lp(p=1)", "lp(p=2)"),
+        # Under a norm of the output L2 is softmax.
+        normalizers=("softmax", "l2") if argument.output_norm == "none" else ("softmax",),
         output_norm=argument.output_norm,
     )
     config.lm.output_rescale = argument.output_rescale

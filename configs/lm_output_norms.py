@@ -5,10 +5,11 @@
     done
     python -m attnorm.analysis extrapolation runs/e5_* --out results/output_norms
 
-Hardware: 2 CPU cores, offline. Time: to be measured. With :published as configs/lm_extrapolation.py.
-Expected: to be measured. Published, one finetuned run each, loss at 2k/8k/64k: none 3.32/3.84/5.99; head_layer
-3.37/3.83/5.40; head_rms 3.36/3.82/5.40; global_layer 3.37/3.88/5.81. To finetune, as was done there: train with
-configs/lm_retrofit.py, and go on by its init_from with each output_norm.
+Hardware: 2 CPU cores, offline. Time: about 6 minutes a run (an estimate).
+With :published as configs/lm_extrapolation.py.
+Expected: to be measured. Published, one finetuned run each, loss at 2k/8k/64k: none 3.32/3.84/5.99;
+head_layer 3.37/3.83/5.40; head_rms 3.36/3.82/5.40; global_layer 3.37/3.88/5.81. To finetune, as was done
+there: train with configs/lm_retrofit.py, and go on by its init_from with each output_norm.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +19,7 @@ from configs.lm import ARGUMENTS, language_model
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments, after a colon: those of configs/lm.py but ``normalizer`` and ``learned``, and ``output_norm``."""
+    """Arguments, after a colon: ``output_norm``; those of configs/lm.py but ``normalizer``, ``learned``."""
     argument = parse_argument(argument, **ARGUMENTS, output_norm="none")
     return language_model(
         "lm_output_norms", argument, normalizers=("softmax",), output_norm=argument.output_norm

@@ -1,4 +1,4 @@
-"""AVnorm for a model that was trained without it: a checkpoint goes on with another output norm or normaliser.
+"""AVnorm for a model trained without it: a checkpoint goes on with another output norm or normaliser.
 
     python train.py --workdir=runs/e4_base --config=configs/lm_retrofit.py
     python train.py --workdir=runs/e4_softmax --config=configs/lm_retrofit.py:init_from=runs/e4_base
@@ -7,11 +7,12 @@
     python train.py --workdir=runs/e4_l2 --config=configs/lm_retrofit.py:init_from=runs/e4_base,normalizer=l2
     python -m attnorm.analysis extrapolation runs/e4_softmax runs/e4_avnorm runs/e4_l2 --out results/retrofit
 
-The first run has three quarters of the steps, and each that goes on from it one. training_loss.csv has the losses after
-the change.
-Hardware: 2 CPU cores, offline. Time: to be measured. With :published as configs/lm_extrapolation.py.
-Expected: to be measured. Published, loss 10/50/100/500/1000 steps after the change: AVnorm 5.72/4.42/3.75/3.30/3.28;
-softmax goes on from 3.29 to 3.27.
+The first run has three quarters of the steps, and each that goes on from it one. training_loss.csv has the
+losses after the change.
+Hardware: 2 CPU cores, offline. Time: about 4 minutes, then 2 for each other (estimates).
+With :published as configs/lm_extrapolation.py.
+Expected: to be measured. Published, loss 10/50/100/500/1000 steps after the change: AVnorm
+5.72/4.42/3.75/3.30/3.28; softmax goes on from 3.29 to 3.27.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""The loss of language models by position, up to and beyond the trained length: several runs in one table and figure."""
+"""The loss of language models by position, within and beyond the trained length, of several runs."""
 
 import csv
 import dataclasses
@@ -92,8 +92,8 @@ def read_runs(workdirs: Sequence[Path]) -> tuple[Curves, list[dict[str, Any]]]:
     """The curves of several finished runs together, and the losses in training as rows of a table.
 
     Raises:
-      RunError: a run that is unfinished or of another task, runs that differ in more than their variant, or a variant
-        and seed that two of them have.
+      RunError: a run that is unfinished or of another task, runs that differ in more than their variant, or a
+        variant and seed that two of them have.
     """
     runs = {workdir: _read_run(workdir) for workdir in workdirs}
     _require_comparable(runs)
@@ -111,7 +111,7 @@ def read_runs(workdirs: Sequence[Path]) -> tuple[Curves, list[dict[str, Any]]]:
 
 
 def table(curves: Curves) -> str:
-    """The median over seeds at each bucket from half the trained length on, as text; ``*`` marks the trained length."""
+    """The median over seeds at each bucket from half the trained length on; ``*`` marks that length."""
     buckets = [bucket for bucket in curves.buckets if 2 * bucket >= curves.trained_length]
     names = _names(curves.losses)
     width = max(map(len, names.values()))
@@ -135,13 +135,14 @@ def draw(curves: Curves, path: Path) -> None:
             _draw_spread(axes, points, name, style)
         axes.axhline(curves.unigram_entropy, color="0.35", linewidth=1, linestyle="--")
         axes.annotate(
-            "unigram entropy", (0.01, curves.unigram_entropy), xycoords=("axes fraction", "data"), xytext=(0, 3),
-            textcoords="offset points", color="0.35", fontsize=9,
+            "unigram entropy", (0.01, curves.unigram_entropy), xycoords=("axes fraction", "data"),
+            xytext=(0, 3), textcoords="offset points", color="0.35", fontsize=9,
         )  # fmt: skip
         axes.axvline(curves.trained_length, color="0.6", linewidth=1, linestyle=":", zorder=0)
         axes.annotate(
-            "trained length", (curves.trained_length, 0.03), xycoords=("data", "axes fraction"), xytext=(-4, 0),
-            textcoords="offset points", rotation=90, ha="right", va="bottom", color="0.35", fontsize=9,
+            "trained length", (curves.trained_length, 0.03), xycoords=("data", "axes fraction"),
+            xytext=(-4, 0), textcoords="offset points", rotation=90, ha="right", va="bottom",
+            color="0.35", fontsize=9,
         )  # fmt: skip
         axes.set_xscale("log", base=2)
         ticks = curves.buckets[:: math.ceil(len(curves.buckets) / 8)]
@@ -154,7 +155,7 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def write(workdirs: Sequence[Path], out: Path) -> tuple[list[Path], str]:
-    """Writes tables and figures of the runs into a folder, made if missing; returns the files, and a table as text.
+    """Writes tables and figures of the runs into a folder, made if missing; returns files and a table.
 
     Raises:
       RunError: as :func:`read_runs`; nothing is written then.

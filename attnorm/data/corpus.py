@@ -27,13 +27,14 @@ class Corpus:
 
 
 def open_corpus(name: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
-    """The corpus of that name, in ids; a part of its documents is held out. All of it but a token folder is in memory.
+    """The corpus of that name, in ids, with a part of its documents held out.
 
-    Documents are held out by a hash of their names, of a token folder the last ones. A single text is cut in two.
+    Documents are held out by a hash of their names, of a token folder the last ones. A single text is cut in
+    two. All but a token folder is in memory.
 
     Args:
-      name: as :func:`attnorm.data.text.load_corpus` knows them; "tfds:NAME:SPLIT", such as "tfds:lm1b:train"; or a
-        token folder, which ``python -m attnorm.data`` writes.
+      name: as :func:`attnorm.data.text.load_corpus` knows them; "tfds:NAME:SPLIT", such as "tfds:lm1b:train";
+        or a token folder, which ``python -m attnorm.data`` writes.
       tokenizer: with an end-of-document id.
       held_out: the part, in (0, 1).
 
@@ -82,7 +83,7 @@ def unigram_entropy(stream: Int[np.ndarray, "S"]) -> float:
 def pieces(
     stream: Int[np.ndarray, "S"], length: int, count: int, end_of_document: int
 ) -> Int[np.ndarray, "M T+1"]:
-    """Pieces of T tokens, none from two documents, each behind the end-of-document id; evenly from the whole stream.
+    """Pieces of T tokens, each of one document and behind its end-of-document id, evenly from the stream.
 
     Raises:
       ValueError: the documents have fewer such pieces.

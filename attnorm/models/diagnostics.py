@@ -17,16 +17,16 @@ def attention_diagnostics(
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
 ) -> Mapping[str, Float[Array, "L"]]:
-    """Per layer, the mean over queries and heads of numbers that describe the weights y of a query, and one maximum.
+    """Per layer, means over queries and heads of numbers that describe a query's weights y, and one maximum.
 
-    * ``weight_norm``: ``‖y‖₂``; the output of uncorrelated values of variance 1 has its square as variance.
+    * ``weight_norm``: ``‖y‖₂``; its square is the variance of the output, for uncorrelated values of variance 1.
     * ``effective_keys``: ``(Σ|y|)² / Σ y²``, which is n for n equal weights, whatever their norm.
     * ``entropy``: of ``|y| / Σ|y|``, in nats.
     * ``output_variance``: of a head's output over its features, before any norm of the output.
     * ``max_logit``: the largest scaled logit that a query may see, of the whole layer.
 
-    The weights are what ``attention_fn`` gives for values that are unit vectors, so they are those of any normaliser,
-    and take O(T²) memory: texts should be short.
+    The weights are what ``attention_fn`` gives for values that are unit vectors, so they are those of any
+    normaliser, and take O(T²) memory: texts should be short.
 
     Args:
       model: a decoder of L layers.

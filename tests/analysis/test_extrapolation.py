@@ -41,12 +41,15 @@ def write_run(folder, normalizers=("softmax", "l2"), step=10, **changes):
         for at in {1, step}:  # only the last counts
             writer.writerows(
                 {
-                    "normalizer": name, "output_norm": output_norm, "output_rescale": "none", "position": "rope",
-                    "rope_scaling": "none", "eval_rope_scaling": scaling, "seed": seed, "trained_length": 4,
+                    "normalizer": name, "output_norm": output_norm, "output_rescale": "none",
+                    "position": "rope", "rope_scaling": "none", "eval_rope_scaling": scaling,
+                    "seed": seed, "trained_length": 4,
                     "step": at, "bucket": bucket, "unigram_entropy": 3.25,
-                    "loss": loss(name, output_norm, seed, bucket) + (0.25 if scaling != "none" else 0) + step - at,
+                    "loss": loss(name, output_norm, seed, bucket) + (0.25 if scaling != "none" else 0)
+                    + step - at,
                 }
-                for name in normalizers for scaling in ("none", "yarn(4)") for seed in range(3) for bucket in BUCKETS
+                for name in normalizers for scaling in ("none", "yarn(4)")
+                for seed in range(3) for bucket in BUCKETS
             )  # fmt: skip
     logged = [
         {"step": at, **{f"loss/{name}/seed{seed}": at + seed for name in normalizers for seed in range(3)}}

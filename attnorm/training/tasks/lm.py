@@ -1,4 +1,4 @@
-"""Language modelling as a training task: packed texts, and the loss by position far beyond the trained length."""
+"""Language models as a training task: packed texts, and the loss by position beyond the trained length."""
 
 import contextlib
 import csv
@@ -199,8 +199,8 @@ class LMTask:
         held_out = self._held_out
         num_pieces = self.config.num_eval_batches * self.config.eval_batch_size
         return (
-            f"{self._corpus.facts}, of unigram entropy {held_out.unigram_entropy:.4f} nats per token; evaluated on "
-            f"{num_pieces} pieces of {self.config.eval_length:,} of these tokens"
+            f"{self._corpus.facts}, of unigram entropy {held_out.unigram_entropy:.4f} nats per token; "
+            f"evaluated on {num_pieces} pieces of {self.config.eval_length:,} of these tokens"
         )
 
     def init(self, key):
@@ -272,7 +272,7 @@ class LMTask:
         return self.config.batch_size * self.config.length
 
     def flops_per_step(self, stage):
-        """Multiplications and additions of matrix products, forward and twice that backward; causal halves used.
+        """Operations of matrix products, forward and twice that backward; of attention the causal half.
 
         Each row counts as one document, recomputation as none.
         """
