@@ -300,7 +300,6 @@ def _tile_gradients(
     keys = key_tiles(sizes, key.astype(operands.dtype))
     values = key_tiles(sizes, value.astype(operands.dtype))
     d_outputs = d_outputs.astype(operands.dtype)
-    finite_queries = finite_or_zero(queries)
     finite_keys_transposed = jnp.swapaxes(finite_or_zero(keys), -1, -2)
     # (nq, B, K, 1, G, bq)
     m, d_stats, factor = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 3), (m, d_stats, factor))
@@ -362,8 +361,7 @@ def _tile_gradients(
                 d_bias = add_bias_tile(d_bias, ds, sizes, i, j)
             f, ds = (as_operand(x, operands).reshape(flat) for x in (f, ds))
             dv += dot("bkji,bkih->bkjh", f, d_out, static)
-            q = finite_queries[i].reshape(q.shape)
-            dk += dot("bkji,bkih->bkjh", ds, q, static)
+            dk += dot("bkji,bkih->bkjh", ds, finite_or_zero(q) if masked else q, static)
             dq_transposed = dq_transposed.at[i].add(dot("bkhj,bkji->bkhi", k_transposed, ds, static))
             return dq_transposed, d_bias, d_rule, dk, dv
 
