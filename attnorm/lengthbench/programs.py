@@ -85,6 +85,7 @@ class Programs:
             for index, done in enumerate(range(0, stage.num_steps, part)):
                 count = min(part, stage.num_steps - done)
                 state, loss = self._advance[stage.index](state, members, count)
+                loss.block_until_ready()  # so that progress is of what is done
                 progress(count, self._message(stage, loss) if index % _PARTS_A_LINE == 0 else None)
         return state
 

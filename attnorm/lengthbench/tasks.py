@@ -23,7 +23,7 @@ Spec = SequenceSpec | CountingSpec
 def _counting(suite: str) -> CountingSpec:
     first_length, num_stages, num_steps, vocab_size = {
         "tiny": (8, 2, 24, 4),
-        "small": (8, 3, 480, 16),
+        "small": (8, 3, 360, 16),
         "full": (32, 5, 20_000, 32),
     }[suite]
     return CountingSpec(
@@ -32,7 +32,7 @@ def _counting(suite: str) -> CountingSpec:
 
 
 def _max_retrieval(suite: str) -> SequenceSpec:
-    length, num_steps = {"tiny": (4, 24), "small": (16, 400), "full": (16, 10_000)}[suite]
+    length, num_steps = {"tiny": (4, 24), "small": (16, 360), "full": (16, 10_000)}[suite]
     return SequenceSpec(
         draw=max_retrieval_batch,
         length=length,
@@ -47,7 +47,7 @@ def _max_retrieval(suite: str) -> SequenceSpec:
 
 
 def _mqar(suite: str) -> SequenceSpec:
-    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 400, 128), "full": (64, 10_000, 8192)}[
+    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 600, 32), "full": (64, 10_000, 8192)}[
         suite
     ]
 
@@ -70,7 +70,7 @@ def _mqar(suite: str) -> SequenceSpec:
 
 
 def _flip_flop(suite: str) -> SequenceSpec:
-    length, num_steps = {"tiny": (8, 24), "small": (32, 400), "full": (512, 10_000)}[suite]
+    length, num_steps = {"tiny": (8, 24), "small": (32, 240), "full": (512, 10_000)}[suite]
     return SequenceSpec(
         draw=flip_flop_batch,
         length=length,
