@@ -3,6 +3,9 @@
 They need the warpgroup matrix instruction, which Hopper alone has (H100, H200, GH200), and which would round float32
 to 11 bits: so they take bfloat16 and float16.
 
+Where pairs can be hidden, a value that is NaN or inf breaks its key too: of queries that see it not only the output
+is NaN, but the log-norm, and all that they give to gradients.
+
 The interpreter runs a thread per warpgroup, which wait for each other: XLA needs more threads than a small machine
 has cores (in the environment, before JAX starts, ``NPROC=8``).
 

@@ -3,6 +3,9 @@
 Triton compiles for compute capability 8.0 and newer: A100, L4, Hopper, Blackwell, but not T4. JAX has deprecated the
 backend and will remove it; where it is gone, these kernels refuse every call.
 
+Matrix products of float32 round their inputs to 11 bits, as XLA's do on these cards, unless a precision above the
+default is asked for.
+
 Letters: B batch, N query heads, K key heads, T queries, S keys, H and Hv head dims.
 """
 

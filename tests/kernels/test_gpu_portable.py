@@ -69,12 +69,10 @@ def test_bias(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [0, 1, 2], ids=["query", "key", "value"])
-def test_a_visible_nan_breaks_exactly_what_depends_on_it(where):
-    got, expected = nan_results(PORTABLE, where, np.float32, is_causal=True)
-    assert np.isnan(expected[0]).any()
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # NaN equals NaN alone
+def test_a_visible_nan_breaks_exactly_what_depends_on_it():
+    for got, expected in nan_results(PORTABLE, np.float32, is_causal=True):
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # NaN equals NaN alone
 
 
 @pytest.mark.slow
