@@ -71,7 +71,7 @@ def ring_attention(
     ``jax.grad`` and ``jax.vmap``.
 
     Arguments that :func:`attnorm.dot_product_attention` has too mean the same here, and speak of the whole
-    sequence.
+    sequence. Of those, bias, mask and dropout are missing.
 
     Args:
       query, key, value: whole arrays, (B, T, N, H), (B, S, K, H) and (B, S, K, Hv), or without B; T and S are
