@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from attnorm import _compat, kernels
 from tests.kernels import gpu_targets
@@ -18,6 +19,7 @@ pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax[cuda13-local]")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not _compat.HAS_PALLAS_TRITON, reason="this JAX has no Triton backend of Pallas"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
 ]
 NAMES = {f"attnorm_triton_{name}" for name in ("forward", "backward_query", "backward_key")}
 target = functools.cache(gpu_targets.target)
@@ -64,3 +66,16 @@ def test_all_restrictions():
     without_bias = {name: x for name, x in case.items() if name != "bias"}
     check(*call_of(without_bias, implementation="pallas_gpu"), "A100")
     check(*call_of(case, implementation="pallas_gpu"), "A100", {"attnorm_triton_forward"})
+
+
+def test_inside_shard_map():
+    """Queries are split over the mesh, keys and values are not, so that their gradients are summed."""
+    call, arrays, rule = make_call("causal: T > S", implementation="pallas_gpu")
+    specs = {name: PartitionSpec("d" if name == "query" else None) for name in arrays}
+    split = jax.shard_map(
+        lambda arrays: call(arrays, rule),
+        mesh=target("A100")[0],
+        in_specs=(specs,),
+        out_specs=PartitionSpec("d"),
+    )
+    check(lambda arrays, _: split(arrays), arrays, rule, "A100")
