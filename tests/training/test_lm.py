@@ -1,4 +1,4 @@
-"""The language-model task: its loss and its evaluation against logits by hand, a run of it, and what it refuses."""
+"""The language-model task: loss and evaluation against logits by hand, a run, and what it refuses."""
 
 import copy
 import csv
@@ -14,6 +14,7 @@ from flax import nnx
 from attnorm import dot_product_attention, get_normalizer
 from attnorm.analysis import sources
 from attnorm.analysis.extrapolation import read_runs
+from attnorm.analysis.sources.trained import _restored
 from attnorm.data.text import load_corpus, split_corpus
 from attnorm.models.gpt import GPT, GPTConfig
 from attnorm.training import loop
@@ -55,8 +56,10 @@ def attention(normalizer="l2"):
 
 
 def large(params):
-    """Weights at which attention matters."""
-    return jax.tree.map(lambda x: 8 * x if x.ndim > 2 else x, params)
+    """Weights at which attention matters, and predictions are no guesses."""
+    params = jax.tree.map(lambda x: 8 * x if x.ndim > 2 else x, params)
+    params["token_embedding"]["embedding"] *= 20
+    return params
 
 
 @jax.jit
@@ -77,7 +80,7 @@ def losses_alone(task, params, texts, targets, **model):
 
 
 def documents_of(batch):
-    """Each part of a document in packed rows alone, at the start of a row of its own, and where its targets end."""
+    """Each part of a document in packed rows, at the start of a row of its own, and where its targets end."""
     texts, targets, sizes = [], [], []
     for row in range(len(batch["inputs"])):
         segments = batch["segment_ids"][row]
@@ -210,6 +213,7 @@ def run(corpus, tmp_path_factory):
     """A finished run of two models."""
     config = get_config("runlocal,normalizer=l2").to_dict()
     config["ensemble"]["seeds"] = (3, 4)
+    config["ema_decay"] = 0.9
     config["lm"] |= {"corpus": str(corpus), "held_out": 0.4}
     workdir = tmp_path_factory.mktemp("lm") / "run"
     assert loop.run(config, workdir)
@@ -238,7 +242,9 @@ def test_model_of_a_run_is_measured_as_it_was_trained(run):
     tokens = source.example_tokens(40, 2)[1]
     assert tokens[0] == 256 and set(bytes(tokens[1:].astype(np.uint8))) <= set(b"abcdefgh ")
     np.testing.assert_array_equal(source.tokenize("abc"), [97, 98, 99])
+    table = _restored(run, ("ema",))[0][0]["token_embedding"]["embedding"][1]  # what the run evaluated
     first, second = sources.attentions(source, tokens)
+    np.testing.assert_array_equal(first.inputs["embedding"], table[tokens])
     logits = np.where(np.tri(40, dtype=bool), np.asarray(first.logits, np.float64), -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= np.linalg.norm(weights, axis=-1, keepdims=True)
@@ -335,7 +341,7 @@ def test_memory_of_a_long_evaluation_is_not_that_of_its_logits(config, tmp_path)
     (tmp_path / "a.txt").write_text("words and words " * 5000)
     task = make_task(
         config,
-        {"vocab_size": vocab_size},
+        {"vocab_size": vocab_size, "max_length": 64},
         corpus=str(tmp_path),
         length=64,
         eval_length=length,

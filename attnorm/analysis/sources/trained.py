@@ -62,8 +62,10 @@ def trained_source(workdir: Path, member: str = "") -> ModelSource:
         )
     member = member or next(iter(places))
     group, index = places[member]
+    # Where parameters are averaged, the average is what the run evaluates.
+    names = ("ema" if config.get("ema_decay") else "params", "model_state")
     params, model_state = (
-        jax.tree.map(lambda x: jnp.asarray(x[index]), tree[group]) for tree in _restored(workdir)
+        jax.tree.map(lambda x: jnp.asarray(x[index]), tree[group]) for tree in _restored(workdir, names)
     )
     name, normalizer_params = parse_normalizer(member.rpartition("/seed")[0])
     return _SOURCES[task](
@@ -88,8 +90,8 @@ def _places(specs: list[str], seeds: list[int]) -> Mapping[str, tuple[int, int]]
     }
 
 
-def _restored(workdir: Path) -> tuple[list[Any], list[Any]]:
-    """Parameters and model state of all groups, on this machine wherever they were trained."""
+def _restored(workdir: Path, names: tuple[str, ...]) -> tuple[list[Any], ...]:
+    """These parts of a run's state, of all groups, on this machine wherever they were trained."""
     manager = ocp.CheckpointManager(
         (workdir / _CHECKPOINTS).absolute(),
         options=ocp.CheckpointManagerOptions(read_only=True),
@@ -99,12 +101,12 @@ def _restored(workdir: Path) -> tuple[list[Any], list[Any]]:
     if step is None:
         raise WorkdirError(f"{workdir} holds no complete checkpoint")
     saved = manager.item_metadata(step).tree
-    wanted = {key: saved[key] for key in ("params", "model_state")}
+    wanted = {name: saved[name] for name in names}
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     restored = manager.restore(
         step, args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True)
     )
-    return restored["params"], restored["model_state"]
+    return tuple(restored[name] for name in names)
 
 
 def _counting(name, config, normalizer, params, model_state):
