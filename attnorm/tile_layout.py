@@ -196,7 +196,7 @@ def as_operand(x, operands):
     """x in the dtype of matrix products."""
     if operands.dtype != jnp.bfloat16:
         return x.astype(operands.dtype)
-    # What a cast does, to the nearest and ties to even, in integers: XLA on CPU takes twice as long for its own.
+    # What a cast does, to the nearest and ties to even, in integers, which XLA on CPU does faster.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     bits = jnp.where(jnp.isnan(x), jnp.uint32(0x7FC00000), rounded)
