@@ -1,11 +1,12 @@
-"""Speed and memory of attention, in one of five ways: ``python -m attnorm.bench``.
+"""Speed and memory of attention, in one of six ways: ``python -m attnorm.bench``.
 
 By default, or with ``--device``, implementations × normalisers and their peers are measured on this machine: each in
 a process of its own, in turn with the others. ``--cost`` measures the time of normalisers over that of softmax, in
 one process and on the CPU. ``--compile-only`` compiles the TPU kernels for a chip that is not there and reports memory
 and code. ``--static-cycles`` counts their cycles and those of their peers. The last two need libtpu. Measured and
 counted figures are in different reports. ``--context N`` splits a sequence over N virtual devices, compares with one
-device and counts the bytes that are sent; with ``--compile-only``, over N chips of a topology.
+device and counts the bytes that are sent; with ``--compile-only``, over N chips of a topology. ``--decode`` measures how
+many tokens a second a small model generates on the CPU, with a cache and without; it needs Flax.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from attnorm.topology import LibtpuMissing, UnknownTopology
 
 # Defaults, by way of measuring; an option that is not listed for a way is refused there.
 _DEVICE, _COST, _COMPILE, _STATIC = "--device", "--cost", "--compile-only", "--static-cycles"
-_CONTEXT, _CONTEXT_COMPILE = "--context", "--context and --compile-only"
+_CONTEXT, _CONTEXT_COMPILE, _DECODE = "--context", "--context and --compile-only", "--decode"
 _DEFAULTS = {
     _DEVICE: dict(
         normalizers=None,
@@ -55,6 +56,7 @@ _DEFAULTS = {
     _STATIC: dict(normalizers=["l2", "softmax", "lp", "sink"], blocks=list(tpu_kernels.BLOCKS), plot=None),
     _CONTEXT: dict(normalizers=["l2"], lengths=[2048]),
     _CONTEXT_COMPILE: dict(normalizers=["l2"], lengths=[131_072], topology=None),
+    _DECODE: dict(normalizers=["l2"], lengths=[1024, 4096], rounds=6),
 }
 
 
@@ -152,6 +154,14 @@ def _compile_split(options) -> dict:
     return result
 
 
+def _decode(options) -> dict:
+    from attnorm.bench import decode  # here, because the others do without Flax
+
+    result = decode.run(options.normalizers, options.lengths, options.rounds, _progress)
+    print(decode.text(result), flush=True)
+    return result
+
+
 _RUN: dict[str, Callable] = {
     _DEVICE: _measure,
     _COST: _compare_costs,
@@ -159,6 +169,7 @@ _RUN: dict[str, Callable] = {
     _STATIC: _count,
     _CONTEXT: _split,
     _CONTEXT_COMPILE: _compile_split,
+    _DECODE: _decode,
 }
 
 
@@ -176,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     way.add_argument("--device", choices=DEVICES, default="cpu")
     way.add_argument("--cost", action="store_true")
     way.add_argument("--compile-only", action="store_true")
+    way.add_argument("--decode", action="store_true")
     way.add_argument(
         "--static-cycles", nargs="+", choices=cycles.CHIPS, metavar="CHIP", help=", ".join(cycles.CHIPS)
     )
@@ -210,10 +222,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settle(parser, options) -> str:
     """Fills in the defaults of the way that was asked for; refuses what has no meaning there."""
-    ways = {_COST: options.cost, _COMPILE: options.compile_only, _STATIC: options.static_cycles}
+    ways = {
+        _COST: options.cost,
+        _COMPILE: options.compile_only,
+        _STATIC: options.static_cycles,
+        _DECODE: options.decode,
+    }
     way = next((way for way, is_wanted in ways.items() if is_wanted), _DEVICE)
     if options.context:
-        if options.device != "cpu" or way in (_COST, _STATIC):
+        if options.device != "cpu" or way in (_COST, _STATIC, _DECODE):
             parser.error(f"argument --context: has no meaning with {way}")
         if way == _COMPILE and options.context % 2:
             parser.error(f"argument --context: an even number is wanted with {way}, got {options.context}")
@@ -239,6 +256,8 @@ def _settle(parser, options) -> str:
         parser.error(f"argument --topology: a name such as v5e:2x2 is wanted, got {options.topology!r}")
     if way == _COST and (len(options.lengths) > 1 or len(options.dtypes) > 1):
         parser.error(f"argument --lengths, --dtypes: one of each is wanted with {way}")
+    if way == _DECODE and not importlib.util.find_spec("flax"):
+        parser.error(f"argument {way}: needs flax, which is not installed")
     if way in (_CONTEXT, _CONTEXT_COMPILE) and len(options.lengths) > 1:
         parser.error(f"argument --lengths: one is wanted with {way}")
     if options.plot and not importlib.util.find_spec("matplotlib"):

@@ -11,29 +11,27 @@ from flax import nnx
 import attnorm
 from attnorm.models.gpt import GPT, GPTConfig
 from tests.models.test_gpt import CONFIGS, SIZES, TOKENS, V, make
-from tests.test_decoding import NAMES, rule
+from tests.test_decoding import NAMES, first_of_each_kind, rule
 
 T = TOKENS.shape[1]
-# How many tokens of each row enter at once: in chunks of 4, then of 1.
-CHUNKS = [np.array(counts) for counts in ([4, 2], [3, 4], [1, 2])]
-STEPS = [np.array([1, 1])]
+# How many tokens enter at once, and how many of them count in each row.
+PARTS = [(4, [4, 2]), (4, [3, 4]), (4, [1, 2]), (1, [1, 1])]
 
 
-def whole(model, normalizer, window=None, tokens=TOKENS):
-    """Logits without a cache."""
-    attention_fn = functools.partial(
+def causal(normalizer, window=None):
+    """The attention function without a cache."""
+    return functools.partial(
         attnorm.dot_product_attention,
         normalizer=normalizer,
         is_causal=True,
         local_window_size=None if window is None else (window, 0),
         implementation="reference",
     )
-    return np.asarray(jax.jit(lambda tokens: model(tokens, attention_fn))(tokens))
 
 
-def over_cache(normalizer, window=None, **options):
+def over_cache(normalizer, window=None):
     """The attention function for the cache."""
-    options = {"normalizer": normalizer, "implementation": "reference"} | options
+    options = {"normalizer": normalizer, "implementation": "reference"}
     if window is not None:
         return functools.partial(attnorm.windowed_attention, **options)
     return functools.partial(attnorm.dot_product_attention, is_causal=True, **options)
@@ -51,7 +49,7 @@ def compiled(model, attention_fn):
 
 
 def in_parts(decode, cache, parts):
-    """Logits of all tokens, which enter the cache in parts of (width, counts)."""
+    """Logits of all tokens, which enter the cache in parts as PARTS has them."""
     logits = np.full((2, T, V), np.nan, np.float32)
     seen = np.zeros(2, int)
     for width, counts in parts:
@@ -61,12 +59,9 @@ def in_parts(decode, cache, parts):
         made, cache = decode(jnp.asarray(tokens), cache, jnp.asarray(counts))
         for row, count in enumerate(counts):
             logits[row, seen[row] : seen[row] + count] = made[row, :count]
-        seen += counts
+        seen += np.array(counts)
     np.testing.assert_array_equal(cache.lengths, seen)
     return logits, cache
-
-
-PARTS = [(4, counts) for counts in CHUNKS] + [(1, counts) for counts in STEPS]
 
 
 def assert_near(got, expected):
@@ -78,7 +73,7 @@ def assert_near(got, expected):
     [
         (CONFIGS["modern"], "ssmax", 3),
         (CONFIGS["alibi"], "l2", None),
-        ({"output_norm": "global_layer", "scan_layers": False}, "softmax", None),
+        ({"output_norm": "global_layer", "scan_layers": False, "max_length": T}, "softmax", None),
     ],
     ids=["modern", "alibi", "learned"],
 )
@@ -87,7 +82,7 @@ def test_equals_the_logits_without_a_cache(config, normalizer, window):
     cache = model.make_cache(2, T if window is None else window + 4, window=window)
     decode = compiled(model, over_cache(normalizer, window))
     logits, after = in_parts(decode, cache, PARTS)
-    assert_near(logits, whole(model, normalizer, window))
+    assert_near(logits, jax.jit(lambda tokens: model(tokens, causal(normalizer, window)))(TOKENS))
     assert cache.key.is_deleted()
     if window is None:  # a token too many, which only the traced program does not see
         with pytest.raises(
@@ -101,26 +96,34 @@ def test_equals_the_logits_without_a_cache(config, normalizer, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_normalizer(name, window):
+def test_every_normalizer(name):
     """Not compiled: operations of the same shapes are shared by the normalisers."""
-    model = make(position="rope", num_layers=1, num_key_value_heads=2, qk_norm=True, scan_layers=False)
-    decode = functools.partial(_decode, model, over_cache(rule(name), window))
-    cache = model.make_cache(2, T if window is None else window + 4, window=window)
-    logits, _ = in_parts(decode, cache, PARTS)
-    attention_fn = functools.partial(
-        attnorm.dot_product_attention,
-        normalizer=rule(name),
-        is_causal=True,
-        local_window_size=None if window is None else (window, 0),
-        implementation="reference",
-    )
-    assert_near(logits, model(TOKENS, attention_fn))
+    check_operations(name, window=None)
 
 
-def _decode(model, attention_fn, tokens, cache, num_tokens):
-    return model.decode(tokens, cache, attention_fn, num_tokens)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", first_of_each_kind(NAMES))
+def test_every_kind_of_normalizer_in_a_window(name):
+    check_operations(name, window=3)
+
+
+def check_operations(name, window):
+    model, tokens_at_once = small_model(), 6
+    attention_fn = over_cache(rule(name), window)
+    cache = model.make_cache(2, T if window is None else window + tokens_at_once, window=window)
+
+    def decode(tokens, cache, num_tokens):
+        return model.decode(tokens, cache, attention_fn, num_tokens)
+
+    parts = [(tokens_at_once, [6, 4]), (tokens_at_once, [3, 5])]
+    logits, _ = in_parts(decode, cache, parts)
+    assert_near(logits, model(TOKENS, causal(rule(name), window)))
+
+
+@functools.cache
+def small_model():
+    return make(position="rope", num_layers=1, num_key_value_heads=2, qk_norm=True, scan_layers=False)
 
 
 def test_heads_that_learn_their_normalizer_and_a_split_cache():
@@ -136,7 +139,7 @@ def test_heads_that_learn_their_normalizer_and_a_split_cache():
 
     config = GPTConfig(**SIZES, position="rope", num_key_value_heads=1)
     model = GPT(config, learned={"b": 1.5}, rngs=nnx.Rngs(0))
-    logits, _ = in_parts(compiled(model, attention_fn), model.make_cache(2, 12), [(T, np.array([T, T]))])
+    logits, _ = in_parts(compiled(model, attention_fn), model.make_cache(2, 12), [(T, [T, T])])
     assert_near(logits, jax.jit(lambda: model(TOKENS, without_cache))())
 
 
