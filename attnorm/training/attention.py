@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 import attnorm
 from attnorm.normalizers import Normalizer
+from attnorm.training.config import ConfigError
 from attnorm.training.mesh import batch_axes
 from attnorm.training.task import Attention
 
@@ -18,10 +19,10 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
     """Attention by a normaliser over a mesh of :data:`attnorm.training.mesh.AXES`.
 
     The batch is split over `data` and `fsdp`, or not at all where these do not divide it; heads over `tensor`; with a
-    `context` axis, length too, by ring attention.
+    `context` axis, length too, by ring attention, or for a normaliser that it cannot serve by gathering all keys.
 
     Raises:
-      ValueError: when called, numbers of heads that `tensor` does not divide, by name.
+      ConfigError: when called, numbers of heads that `tensor` does not divide; a single head of keys may be shared.
 
     >>> import jax.numpy as jnp
     >>> from attnorm import get_normalizer
@@ -42,9 +43,17 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
 
     def attention(query, key, value, **given):
         axes = batch_axes(query.shape[0], mesh)
+        for name, heads in (("query", query.shape[2]), ("key and value", key.shape[2])):
+            if heads % mesh.shape["tensor"] and not (heads == 1 and name != "query"):
+                raise ConfigError(
+                    f"config.mesh.tensor must divide the {heads} {name} heads, got {mesh.shape['tensor']}"
+                )
         if mesh.shape["context"] > 1:
             ring = functools.partial(attnorm.ring_attention, mesh=mesh, batch_axes=axes, head_axes=head_axes)
-            return ring(query, key, value, **{**options, **given})
+            try:
+                return ring(query, key, value, **{**options, **given})
+            except NotImplementedError:  # of a normaliser whose rows cannot be merged from parts
+                return ring(query, key, value, variant="all_gather", **{**options, **given})
         bound = functools.partial(attnorm.dot_product_attention, **options)
         return attnorm.sharded(bound, mesh, axes, head_axes)(query, key, value, **given)
 

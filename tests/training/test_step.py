@@ -16,17 +16,18 @@ from attnorm.training.setup import Setup
 
 # Sizes of data, fsdp, context and tensor, by task.
 _MESHES = {
-    "counting": [(8, 1, 1, 1), (2, 2, 1, 2)],
+    "counting": [(8, 1, 1, 1), (2, 1, 4, 1)],
     "lm": [(2, 4, 1, 1), (1, 2, 1, 4), (2, 1, 4, 1), (1, 2, 2, 2)],
 }
 _PROGRAM = """
 import json, sys
 sys.path[:0] = [".", "tests/training"]
 import jax
+from attnorm.training.config import ConfigError
 from configs.lm import get_config
 from conftest import TINY
 from test_step import _MESHES, losses
-TINY["ensemble"].update(normalizers=("lp(p=2)", "linf"), seeds=(0,))
+TINY["ensemble"].update(normalizers=("lp(p=2)", "sparsemax"), seeds=(0,))
 lm = get_config("runlocal").to_dict()
 lm["lm"]["batch_size"], lm["accumulation_steps"] = 16, 2
 lm["lm"]["model"].update(num_heads=4, features=32, norm="rms", mlp="swiglu", tie_embeddings=False)
@@ -36,6 +37,11 @@ for config in (TINY, lm):
         config["mesh"] = dict(zip(("data", "fsdp", "context", "tensor"), sizes))
         devices = jax.devices()[: sizes[0] * sizes[1] * sizes[2] * sizes[3]]
         found.setdefault(config["task"], []).append(losses(config, devices=devices).tolist())
+lm["mesh"] = dict(data=1, fsdp=1, context=1, tensor=8)
+try:
+    losses(lm)
+except ConfigError as error:
+    found["error"] = str(error)
 print(json.dumps(found))
 """
 
@@ -103,6 +109,7 @@ def test_eight_devices_give_the_losses_of_one():
         [sys.executable, "-c", _PROGRAM], env=environment, check=True, stdout=subprocess.PIPE, text=True
     ).stdout
     found = json.loads(output.splitlines()[-1])
+    assert found["error"] == "config.mesh.tensor must divide the 4 query heads, got 8"
     for task, meshes in _MESHES.items():
         one, *others = found[task]
         for mesh, losses_of_mesh in zip(meshes, others, strict=True):
