@@ -1,7 +1,9 @@
 """The grid: which cells there are, which are missing, and their running, one after the other, with progress."""
 
 import dataclasses
+import errno
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,7 +73,7 @@ def run(grid: Grid) -> list[Cell]:
     """All cells of the grid; those that are complete are read, the others are run and written, each when it is done.
 
     Raises:
-      GridError: a cell of other settings, before anything is run.
+      GridError, OSError: a cell of other settings, or a folder that cannot be written, before anything is run.
     """
     found = {}
     for task, contender in grid.cells:
@@ -93,6 +95,8 @@ def run(grid: Grid) -> list[Cell]:
         f"{sum(updates.values()):,} updates to do, on {jax.devices()[0].device_kind}",
         flush=True,
     )
+    if missing:
+        _require_writable(grid.out / "cells")
     progress = Progress(0, max(1, sum(updates.values())))
     done, programs, last_task = 0, {}, None
     try:
@@ -136,6 +140,13 @@ def _advance(progress: Progress, done: int, name: str) -> Callable[[int, str | N
         progress.step(done, message and f"{name}  {message}")
 
     return advance
+
+
+def _require_writable(folder: Path) -> None:
+    """An OSError now, not when the first cell is done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def _require_settings(path: Path, cell: Cell, wanted: dict[str, Any]) -> None:

@@ -172,3 +172,10 @@ def test_settings_tell_sizes_of_tasks_apart(ran, tmp_path, monkeypatch):
     monkeypatch.setitem(grid_module.TASKS, "copy", lambda suite: changed)
     with pytest.raises(GridError, match="task.num_steps was 24, now 1"):
         run(make_grid(TINY, tmp_path, "command", ["l2"], ["copy"]))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(ran, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main([*ARGUMENTS, "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "error: cannot read or write" in capsys.readouterr().err
+    assert ran.names == []
