@@ -47,7 +47,8 @@ def test_costs_are_those_of_the_committed_reports():
     for name, by_pass in measured.items():
         assert rows[name][4:6] == [f"{by_pass[way]:.2f}" for way in ("forward", "forward_backward")], name
     reports = [json.loads(path.read_text()) for path in folder.glob("static*.json")]
-    chips = [report["chips"]["v6e"] for report in sorted(reports, key=lambda report: report["date"])]
+    reports.sort(key=lambda report: report["date"])
+    chips = [report["chips"]["v6e"] for report in reports if "v6e" in report["chips"]]
     counted = [chip for chip in chips if "sink, b per head" in chip][-1]
     ours, l2 = (
         min(x["total"] for x in counted[row]["forward"].values()) for row in ("sink, b per head", "l2")
