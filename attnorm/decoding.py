@@ -42,7 +42,8 @@ def split_attention(
     For few queries and many keys on a machine that a batch of B K heads does not fill. The parts are batch entries of
     one call, whose results (m, statistics, sums) merge exactly (:func:`attnorm.normalizers.rule.merge`); whatever a
     rule wants to know of position, distance or number of keys is that of the whole. All S keys are read, also those
-    after the last query.
+    after the last query. Keys and values that are sharded along S over as many devices, on Auto axes, stay where they
+    are: only row states are sent.
 
     Args:
       num_parts: divides S.
@@ -94,18 +95,18 @@ def split_attention(
         )
     size = S // num_parts
     offset_B = _of_rows(call.visibility.offset, B)
-    first_key = jnp.tile(jnp.arange(num_parts, dtype=jnp.int32) * size, B)
+    first_key = (jnp.arange(num_parts, dtype=jnp.int32) * size).repeat(B)
     counts = None
     if "count" in call.normalizer.needs:
-        counts = jnp.broadcast_to(call.visibility.counts(), (B, 1, T)).repeat(num_parts, axis=0)
+        counts = jnp.tile(jnp.broadcast_to(call.visibility.counts(), (B, 1, T)), (num_parts, 1, 1))
     parts = _partial_attend(
-        call.query.repeat(num_parts, axis=0),
-        *(x.reshape(B * num_parts, size, *x.shape[2:]) for x in (call.key, call.value)),
+        jnp.tile(call.query, (num_parts, 1, 1, 1)),
+        *(_cut(x, num_parts) for x in (call.key, call.value)),
         Visibility(
             num_queries=T,
             num_keys=size,
             right=0,
-            offset=offset_B.repeat(num_parts) - first_key,
+            offset=jnp.tile(offset_B, num_parts) - first_key,
             first_key=first_key,
             num_visible=counts,
         ),
@@ -114,11 +115,18 @@ def split_attention(
         logits_soft_cap=call.logits_soft_cap,
         precision=precision,
     )
-    parts = jax.tree.map(lambda x: x.reshape(B, num_parts, *x.shape[1:]), parts)
+    parts = jax.tree.map(lambda x: x.reshape(num_parts, B, *x.shape[1:]), parts)
     rule = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim else leaf, call.normalizer)
     output, _ = _merged(rule, parts, num_parts).finalize(rule)
     output = output.astype(call.query.dtype)
     return output if call.batched else output[0]
+
+
+def _cut(x: Float[Array, "B S K H"], num_parts: int) -> Float[Array, "P*B S/P K H"]:
+    # With the parts outermost, slots that are sharded over as many devices stay where they are.
+    B, S = x.shape[:2]
+    parts = jnp.moveaxis(x.reshape(B, num_parts, S // num_parts, *x.shape[2:]), 1, 0)
+    return parts.reshape(num_parts * B, *parts.shape[2:])
 
 
 def _partial_attend(query, key, value, visibility, normalizer, **options) -> Partial:
@@ -128,8 +136,8 @@ def _partial_attend(query, key, value, visibility, normalizer, **options) -> Par
 
 
 def _merged(rule: Normalizer, parts: Partial, num_parts: int) -> Partial:
-    """The row state over all keys, (B, T, N, ...), from (B, P, T, N, ...)."""
-    states = [jax.tree.map(lambda x: x[:, p], parts) for p in range(num_parts)]  # noqa: B023
+    """The row state over all keys, (B, T, N, ...), from (P, B, T, N, ...)."""
+    states = [jax.tree.map(lambda x: x[p], parts) for p in range(num_parts)]  # noqa: B023
     return functools.reduce(functools.partial(merge, rule), states)
 
 

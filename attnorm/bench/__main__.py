@@ -5,8 +5,8 @@ a process of its own, in turn with the others. ``--cost`` measures the time of n
 one process and on the CPU. ``--compile-only`` compiles the TPU kernels for a chip that is not there and reports memory
 and code. ``--static-cycles`` counts their cycles and those of their peers. The last two need libtpu. Measured and
 counted figures are in different reports. ``--context N`` splits a sequence over N virtual devices, compares with one
-device and counts the bytes that are sent; with ``--compile-only``, over N chips of a topology. ``--decode`` measures how
-many tokens a second a small model generates on the CPU, with a cache and without; it needs Flax.
+device and counts the bytes that are sent; with ``--compile-only``, over N chips of a topology. ``--decode`` measures
+how many tokens a second a small model generates on the CPU, with a cache and without; it needs Flax.
 """
 
 import argparse

@@ -1,6 +1,10 @@
 """The decoder with a cache gives the logits that it gives without one."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from attnorm.models.gpt import GPT, GPTConfig
 from tests.models.test_gpt import CONFIGS, SIZES, TOKENS, V, make
 from tests.test_decoding import NAMES, first_of_each_kind, rule
 
+ROOT = Path(__file__).parents[2]
 T = TOKENS.shape[1]
 # How many tokens enter at once, and how many of them count in each row.
 PARTS = [(4, [4, 2]), (4, [3, 4]), (4, [1, 2]), (1, [1, 1])]
@@ -201,3 +206,61 @@ def test_caches_that_do_not_fit():
         TypeError, match="unexpected keyword argument 'window'"
     ):  # else the slots would be misread
         model.decode(TOKENS[:, :2], model.make_cache(2, 8, window=4), over_cache("l2"))
+
+
+# A cache over several devices.
+
+_SPLIT_OVER_DEVICES = """
+import dataclasses, functools
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import attnorm
+from attnorm.models.gpt import GPT, GPTConfig
+
+config = GPTConfig(
+    vocab_size=32, max_length=64, num_layers=2, num_heads=4, num_key_value_heads=2, features=32, position="rope"
+)
+model = GPT(config, rngs=nnx.Rngs(0))
+graph, params = nnx.split(model)
+options = dict(normalizer="ssmax", precision="highest")
+split = functools.partial(attnorm.split_attention, num_parts=4, **options)
+causal = functools.partial(attnorm.dot_product_attention, is_causal=True, **options)
+tokens = jax.random.randint(jax.random.key(0), (2, 64), 0, 32)
+
+mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+whole, slots = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, None, "context"))
+cache = model.make_cache(2, 64)
+cache = dataclasses.replace(
+    cache,
+    key=jax.device_put(cache.key, slots),
+    value=jax.device_put(cache.value, slots),
+    lengths=jax.device_put(cache.lengths, whole),
+)
+params = jax.device_put(params, whole)
+
+@functools.partial(jax.jit, donate_argnums=2)
+def decode(params, tokens, cache):
+    return nnx.merge(graph, params).decode(tokens, cache, split)
+
+made = []
+for start in range(0, 64, 32):
+    chunk = tokens[:, start : start + 32]
+    logits, cache = decode(params, chunk, cache)
+    made.append(logits)
+np.testing.assert_allclose(jnp.concatenate(made, axis=1), jax.jit(lambda: model(tokens, causal))(), atol=1e-5)
+assert cache.key.sharding.spec == slots.spec
+program = decode.lower(params, chunk, cache).compile().as_text()
+assert "collective-permute" in program or "all-gather" in program or "all-reduce" in program
+gathered = [line for line in program.splitlines() if "all-gather(" in line or "all-gather-start(" in line]
+assert not any(",64,2,8]" in line for line in gathered), gathered  # keys or values of all slots
+"""
+
+
+@pytest.mark.slow
+def test_slots_that_are_sharded_over_devices_stay_there():
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    subprocess.run([sys.executable, "-c", _SPLIT_OVER_DEVICES], env=environment, cwd=ROOT, check=True)
