@@ -95,11 +95,8 @@ def workdir(tmp_path_factory):
     """A run as the loop writes it, with random numbers for parameters, so that no model is like another."""
     from attnorm.training import workdir as files
     from attnorm.training.checkpoint import Checkpointer
-    from attnorm.training.ensemble import make_groups
     from attnorm.training.loop import parse_config
-    from attnorm.training.mesh import make_mesh
-    from attnorm.training.optimizer import make_optimizer
-    from attnorm.training.state import init_state
+    from attnorm.training.setup import Setup
     from configs.counting import get_config
 
     config = get_config("runlocal")
@@ -107,20 +104,17 @@ def workdir(tmp_path_factory):
     config.ensemble.seeds = (4, 5)
     config.counting.model.update({"num_blocks": 2, "norm": "batch"})
     config = config.to_dict()
-    train_config, task = parse_config(config)
-    groups = make_groups(train_config.ensemble.normalizers, train_config.ensemble.seeds)
-    optimizer = make_optimizer(train_config.optimizer)
-    abstract = jax.eval_shape(lambda: init_state(task, groups, optimizer, make_mesh()))
+    setup = Setup(*parse_config(config))
     rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), setup.abstract_state())
     variances_and_means = jax.tree.map(lambda x: 0.5 + jnp.abs(x), state.model_state)
     state = dataclasses.replace(state, model_state=variances_and_means)
     folder = tmp_path_factory.mktemp("run")
-    with files.claimed(folder, config, task.outputs):
+    with files.claimed(folder, config, setup.task.outputs):
         checkpointer = Checkpointer(folder / files.CHECKPOINTS, keep=1)
         checkpointer.save(3, state)
         checkpointer.close()
-    return folder, groups, state
+    return folder, setup.groups, state
 
 
 @pytest.mark.parametrize("label", ["lp(p=3)/seed4", "lp(p=inf)/seed5"])
