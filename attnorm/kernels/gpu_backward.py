@@ -67,10 +67,9 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             s, capped = tile.logits(static, inputs, place, is_full, s)
             rule = tile.rule_over(inputs.rule, head, place.shape)
             _, back = recompute(rule, s, capped, m, translated)
-            ds, d_spread = back(g * dp, d_stats, with_parameters=True)
+            ds, d_spread = back(g * dp, d_stats)
             d_rule = tuple(total + jnp.sum(x, axis=1) for total, x in zip(d_rule, d_spread, strict=True))
-            ds = tile.at_visible(inputs, s, ds).astype(dtype)
-            dq = tile.add_product(static, dq, ds, key)
+            dq = tile.add_product(static, dq, ds.astype(dtype), key)
             plgpu.barrier_arrive(key_done)
             return dq, d_rule, state
 
@@ -151,13 +150,12 @@ def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling, names
             rule = tile.rule_over(inputs.rule, place.head, shape)
             f, back = recompute(rule, s, capped, of_row(0), translated)
             if "value" in totals:
-                weights = tile.at_visible(inputs, s, of_row(1) * f).astype(dtype)
+                weights = (of_row(1) * f).astype(dtype)
                 totals |= {"value": tile.add_product(static, totals["value"], weights, d_output)}
             if "key" in totals:
                 dp = tile.product(values.at[group], d_output.transpose((1, 0)), shape)
-                ds = back(of_row(1) * dp, [of_row(r) for r in range(2, num_rows)])
-                ds = tile.at_visible(inputs, s, ds).astype(dtype)
-                totals |= {"key": tile.add_product(static, totals["key"], ds, query)}
+                ds, _ = back(of_row(1) * dp, [of_row(r) for r in range(2, num_rows)])
+                totals |= {"key": tile.add_product(static, totals["key"], ds.astype(dtype), query)}
             for done in (state_done, d_output_done, query_done):
                 plgpu.barrier_arrive(done)
             return totals

@@ -4,7 +4,8 @@ They need the warpgroup matrix instruction, which Hopper alone has (H100, H200, 
 to 11 bits: so they take bfloat16 and float16.
 
 Where pairs can be hidden, a value that is NaN or inf breaks its key too: of queries that see it not only the output
-is NaN, but the log-norm, and all that they give to gradients.
+is NaN, but the log-norm, and all that they give to gradients; but by rules whose numerators know no maximum (relu and
+its like) such a query gives nothing to the gradients of keys and values, which may stay finite.
 
 The interpreter runs a thread per warpgroup, which wait for each other: XLA needs more threads than a small machine
 has cores (in the environment, before JAX starts, ``NPROC=8``).
@@ -35,6 +36,8 @@ _HOPPER = ("H100", "H200", "H800", "H20")
 # at once.
 _ROWS, _COLUMNS = 64, 64
 _ROWS_COPIED = 8
+# Any logit less this is beyond exp.
+_LOWEST = -1e30
 # Tiles of 128 keys that the scalar functions of a rule may hold at once, by what compiled.
 _RULE_TILES = 3
 
@@ -101,17 +104,17 @@ def run_backward(static, query, key, value, normalizer, visibility, d_output, ro
     from attnorm.kernels.gpu_backward import key_gradients, query_gradient
 
     d_output = _padded(d_output)
-    broken = None
+    broken = jnp.isnan(rows[:, :, 1])
     if hides(visibility):  # where one of these was not finite, neither is the state of a row that sees it
         query, key, value = (finite_or_zero(x) for x in (query, key, value))
-        broken = jnp.any(jnp.isnan(rows))[None].astype(jnp.int32)
+        rows = jnp.where(broken[:, :, None], _rows_of_nan(normalizer, rows.shape[2]), rows)
 
     def inputs(tiling, keys_outer):
         inputs, schedule = _inputs(
             static, tiling, query, key, value, None, normalizer, visibility, keys_outer
         )
         padded = jnp.pad(rows, [(0, 0)] * 3 + [(0, tiling.nq * tiling.bq - tiling.T)])
-        return inputs._replace(broken=broken, d_output=d_output, rows=padded), schedule
+        return inputs._replace(d_output=d_output, rows=padded), schedule
 
     by_queries, by_keys = _backward_tilings(query, key, value)
     dq, d_rule = query_gradient(static, *inputs(by_queries, keys_outer=False), by_queries)
@@ -120,7 +123,18 @@ def run_backward(static, query, key, value, normalizer, visibility, d_output, ro
     together = _padded_width(key) + _padded_width(value) <= 256
     calls = [("key", "value")] if together else [("key",), ("value",)]
     dk, dv = (x for names in calls for x in key_gradients(static, *key_inputs, by_keys, names))
-    return _cut(dq, query), _cut(dk, key), _cut(dv, value), d_rule
+    dq = jnp.where(jnp.swapaxes(broken, 1, 2)[..., None], jnp.nan, _cut(dq, query))
+    return dq, _cut(dk, key), _cut(dv, value), d_rule
+
+
+def _rows_of_nan(normalizer, num_rows):
+    """What a row that has none but NaN to give is replaced with, so that it gives nothing to keys that it does not see.
+
+    Its d_output is 0. With a very low m its numerators are inf, but 0 at hidden keys: times 0, NaN there and 0 here.
+    Where numerators do not depend on m, it gives nothing to any key.
+    """
+    m, g = (_LOWEST, 1.0) if normalizer.uses_max else (0.0, 0.0)
+    return jnp.array([m, g, *[0.0] * (num_rows - 2)], jnp.float32)[:, None]
 
 
 def _backward_tilings(query, key, value):

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     query_ids, key_ids: (B, T) and (B, S).
     rule: the normaliser, with parameters (N,).
     d_output: (B, T, N, Hv), and rows: (B, N, 2 + statistics, T): m, g and the gradients of the statistics. For
-    backward kernels, as is broken: (1,), whether a row is NaN; only where pairs can be hidden.
+    backward kernels.
 
     All but the first three and d_output are padded to whole tiles: the copy engine fills those with zeros.
     """
@@ -47,7 +47,6 @@ class Inputs(NamedTuple):
     tables: Tables
     d_output: Any = None
     rows: Any = None
-    broken: Any = None
 
 
 class Place(NamedTuple):
@@ -144,13 +143,6 @@ def logits(static, inputs: Inputs, place: Place, is_full, s):
     elif is_full is not True:  # not known until the kernel runs
         s = jax.lax.cond(is_full, lambda s: s, masked, s)
     return s, capped
-
-
-def at_visible(inputs: Inputs, s, x):
-    """x with 0 at hidden pairs, where it is 0 already unless its row is NaN."""
-    if inputs.broken is None:
-        return x
-    return jax.lax.cond(inputs.broken[0] != 0, lambda x: jnp.where(s == -jnp.inf, 0, x), lambda x: x, x)
 
 
 def visible(static, inputs: Inputs, place: Place):

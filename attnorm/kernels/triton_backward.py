@@ -45,7 +45,7 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             s, capped = tile.logits(static, refs, place, schedule.full(refs.tables, batch, i, j), s)
             _, back = recompute(tile.rule_over(refs.rule, 0, s.shape), s, capped, m)
             dp = tile.with_value_marks(refs, place, dot(d_output, value, (1, 1), static.precision))
-            ds, d_spread = back(g * dp, d_stats, with_parameters=True)
+            ds, d_spread = back(g * dp, d_stats)
             ds, *d_spread = (tile.at_visible(refs, s, x) for x in (ds, *d_spread))
             d_rule = tuple(total + jnp.sum(x, axis=1) for total, x in zip(d_rule, d_spread, strict=True))
             return dq + dot(ds.astype(dtype), key, (1, 0), static.precision), d_rule
@@ -100,7 +100,7 @@ def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling):
                 weights = tile.at_visible(refs, s, g * f).astype(dtype)
                 dv = dv + dot(weights, d_output, (1, 0), static.precision)
                 dp = tile.with_value_marks(refs, place, dot(value, d_output, (1, 1), static.precision))
-                ds = back(g * dp, d_stats)
+                ds, _ = back(g * dp, d_stats)
                 ds = tile.at_visible(refs, s, ds).astype(dtype)
                 return dk + dot(ds, query, (1, 0), static.precision), dv
 

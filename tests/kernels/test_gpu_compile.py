@@ -67,7 +67,6 @@ SAMPLED = {
         "sink",
         "softplus",
         "softpick",
-        "relu",
         "squared_relu",
         "reluformer",
     ],
@@ -75,6 +74,8 @@ SAMPLED = {
 FEATURES = [f"{row}: {name}" for row, names in SAMPLED.items() for name in names]
 PER_HEAD = floats(N, dtype=jnp.float32)
 RULES = {
+    # Alone, its backward kernels are those of reluformer, and would not be compiled again.
+    "relu": dict(normalizer="relu", is_causal=True, rule=dict(alpha=PER_HEAD)),
     "sigmoid with a bias": dict(normalizer="sigmoid", rule=dict(b=PER_HEAD)),
     "polynomial of degree 1": dict(normalizer="polynomial", rule=dict(k=1)),
     "sigmoid over its norm": dict(normalizer="general", rule=dict(F="sigmoid", p=3.0)),
