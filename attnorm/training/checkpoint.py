@@ -77,7 +77,8 @@ class Checkpointer:
         except (OSError, RuntimeError, ValueError) as error:
             self._failed = True
             reason = str(error).splitlines()[0]
+            missing = "space" if jax.process_count() == 1 else "space, and every process,"
             raise CheckpointError(
                 f"a checkpoint in {self._directory} could not be written: {reason}\n"
-                "The checkpoints before it are complete. When there is space again, the same command resumes."
+                f"The checkpoints before it are complete. When there is {missing} again, the same command resumes."
             ) from error

@@ -84,7 +84,7 @@ def wait_for_checkpoint(processes, workdir):
 
 def test_two_processes_stop_together_and_one_goes_on_with_the_losses_of_one(tmp_path):
     """Batches from the host; the run is stopped on a mesh of two processes and ends on another of one."""
-    steps = "num_steps=3000"
+    steps = "num_steps=1500"
     processes = start(2, 2, *TOY, tmp_path / "run", steps, "data=2", "fsdp=2")
     wait_for_checkpoint(processes, tmp_path / "run")
     processes[1].send_signal(signal.SIGTERM)
@@ -93,13 +93,13 @@ def test_two_processes_stop_together_and_one_goes_on_with_the_losses_of_one(tmp_
     assert all(output.splitlines()[-1] == "stopped" for output in outputs)
     step = max(committed(tmp_path / "run"))
     assert f"interrupted after step {step}" in outputs[0]
-    assert step < 3000
+    assert step < 1500
     codes, outputs = finish(start(1, 1, *TOY, tmp_path / "run", steps))
     assert codes == [0] and f"resuming after step {step}" in outputs[0], outputs
     codes, outputs = finish(start(1, 1, *TOY, tmp_path / "whole", steps))
     assert codes == [0], outputs
     found, expected = losses(tmp_path / "run"), losses(tmp_path / "whole")
-    assert len(found) == len(expected) == 301
+    assert len(found) == len(expected) == 151
     num_rows = step // 10 + 10  # some of them after the resume
     np.testing.assert_allclose(found[:num_rows], expected[:num_rows], rtol=1e-3)
 
@@ -114,7 +114,8 @@ def test_when_a_process_dies_the_others_stop_and_nothing_is_lost(tmp_path):
     codes, outputs = finish(processes)
     assert 0 not in codes
     for output in outputs:
-        assert "process" in output.splitlines()[-1] or "task" in output, output
+        # The loop's message, or JAX's own where it was first to notice.
+        assert "the same command resumes" in output or "JAX distributed service" in output, output
     step = max(committed(tmp_path / "run"))
     (output,) = finish(
         start(1, 1, *COUNTING, "--config.counting.steps_per_stage=400", f"--workdir={tmp_path / 'run'}")
