@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -99,7 +100,10 @@ def test_bad_arguments_are_named(arguments, message, capsys):
 
 def run(*arguments):
     command = [sys.executable, "-m", "attnorm.bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # compiles for the CPU fast
+    )
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": flags})
 
 
 @pytest.mark.slow
