@@ -1,6 +1,8 @@
 """The smallest counting run that has all parts: two stages, two groups of members, checkpoints between."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +59,12 @@ def finished_run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("tiny") / "run"
     assert loop.run(copy.deepcopy(TINY), workdir)
     return workdir
+
+
+@pytest.fixture(scope="session")
+def toy():
+    """The module toy.py beside this one, which is also a program."""
+    spec = importlib.util.spec_from_file_location("toy", Path(__file__).with_name("toy.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -17,7 +17,7 @@ from attnorm.training.setup import Setup
 # Sizes of data, fsdp, context and tensor, by task.
 _MESHES = {
     "counting": [(8, 1, 1, 1), (2, 1, 4, 1)],
-    "lm": [(2, 4, 1, 1), (1, 2, 1, 4), (2, 1, 4, 1), (1, 2, 2, 2)],
+    "lm": [(2, 4, 1, 1), (2, 1, 4, 1), (1, 2, 2, 2)],
 }
 _PROGRAM = """
 import json, sys

@@ -126,7 +126,17 @@ def mean_loss(params, batch):
     return np.sum(mask * errors**2) / np.sum(mask)
 
 
-if __name__ == "__main__":  # WORKDIR [KEY=VALUE of the mesh...]
+def long_config(num_steps):
+    """Of a run that takes long enough to be stopped."""
+    return config(
+        log_every=10,
+        checkpoint_every=50,
+        eval_every=0,
+        toy={"num_steps": num_steps, "batch_size": 8, "hidden": 6},
+    )
+
+
+if __name__ == "__main__":  # WORKDIR STEPS AXIS=SIZE...
     import sys
     from pathlib import Path
 
@@ -135,9 +145,7 @@ if __name__ == "__main__":  # WORKDIR [KEY=VALUE of the mesh...]
 
     TASKS["toy"] = ToyTask
     mesh.initialize_distributed()
-    sizes = dict(argument.split("=") for argument in sys.argv[2:])
-    toy = config(log_every=10, checkpoint_every=50, eval_every=0)
-    toy["toy"]["num_steps"] = int(sizes.pop("num_steps"))
-    toy["mesh"] |= {axis: int(size) for axis, size in sizes.items()}
+    toy = long_config(int(sys.argv[2]))
+    toy["mesh"] |= {axis: int(size) for axis, size in (item.split("=") for item in sys.argv[3:])}
     finished = loop.run(toy, Path(sys.argv[1]))
     print("finished" if finished else "stopped")
