@@ -43,7 +43,7 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise DoesNotFitError(f"{topology} has too little memory for this config: {error}") from error
+        raise DoesNotFitError(f"too little memory for this config: {error}") from error
     seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
