@@ -1,6 +1,6 @@
 """A language model of 1.3 billion parameters with L2 attention, for a TPU pod.
 
-    python train.py --workdir=gs://BUCKET/lm_1b --config=configs/lm_1b.py
+    python train.py --workdir=/mnt/BUCKET/lm_1b --config=configs/lm_1b.py
 
 The corpus: python -m attnorm.data --corpus tfds:c4/en:train --tokenizer bpe:50257 --out data/tokens
 To compile it for a slice that is not there, without that corpus, and print its memory:
