@@ -24,7 +24,7 @@ class CountingSpec:
     norm: str = "layer"
     reset_optimizer: bool = True  # at each stage
     metric: str = "error"  # mean squared error over that of the position-only guess
-    mastery: float = 0.1
+    mastery: float = 0.2
     higher_is_better: bool = False
     width: int = 1
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {MAIN: {}})

@@ -63,13 +63,13 @@ SUITES = {
         Suite(
             name="small",
             contenders=_SMALL,
-            tasks=("counting", "max_retrieval", "flip_flop", "mqar", "sort"),
+            tasks=("counting", "max_retrieval", "flip_flop", "mqar", "passkey"),
             also=(
                 *itertools.product(("counting", "max_retrieval"), _CONTROLS),
                 *_COUNTING_CONTROLS,
             ),
             num_seeds=3,
-            learning_rates=(1e-3, 2e-3, 4e-3),
+            learning_rates=(5e-4, 1e-3, 2e-3),
             temperatures=(0.5, 1.0, 2.0),
             factors=(1, 2, 4, 16, 64),
             tokens_per_batch=1024,

@@ -23,7 +23,7 @@ Spec = SequenceSpec | CountingSpec
 def _counting(suite: str) -> CountingSpec:
     first_length, num_stages, num_steps, vocab_size = {
         "tiny": (8, 2, 24, 4),
-        "small": (8, 3, 360, 16),
+        "small": (8, 3, 1200, 16),
         "full": (32, 5, 20_000, 32),
     }[suite]
     return CountingSpec(
@@ -47,7 +47,7 @@ def _max_retrieval(suite: str) -> SequenceSpec:
 
 
 def _mqar(suite: str) -> SequenceSpec:
-    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 600, 32), "full": (64, 10_000, 8192)}[
+    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 720, 32), "full": (64, 10_000, 8192)}[
         suite
     ]
 
@@ -88,7 +88,7 @@ def _flip_flop(suite: str) -> SequenceSpec:
 def _transduction(
     draw: Callable, chance: Callable[[int, int], float], position: str, suite: str
 ) -> SequenceSpec:
-    length, num_steps, vocab_size = {"tiny": (4, 24, 4), "small": (8, 400, 16), "full": (32, 20_000, 32)}[
+    length, num_steps, vocab_size = {"tiny": (4, 24, 4), "small": (8, 1200, 16), "full": (32, 20_000, 32)}[
         suite
     ]
     return SequenceSpec(
@@ -106,7 +106,7 @@ def _transduction(
 
 
 def _passkey(suite: str) -> SequenceSpec:
-    length, num_steps, num_digits = {"tiny": (16, 24, 2), "small": (32, 400, 3), "full": (256, 10_000, 5)}[
+    length, num_steps, num_digits = {"tiny": (16, 24, 2), "small": (32, 720, 3), "full": (256, 10_000, 5)}[
         suite
     ]
     return SequenceSpec(
