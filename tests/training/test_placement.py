@@ -16,7 +16,7 @@ MESH = AbstractMesh((2, 2, 1, 4), AXES)
     ("name", "shape", "spec"),
     [
         ("blocks/attention/query/kernel", (12, 64, 64), (None, "fsdp", "tensor")),
-        ("blocks/attention/project/kernel", (12, 64, 64), (None, "tensor", "fsdp")),
+        ("blocks/attention/project/kernel", (12, 64, 64), (None, ("tensor", "fsdp"), None)),
         ("blocks/mlp/enter/bias", (12, 64), (None, "tensor")),
         ("blocks/mlp/leave/bias", (12, 64), (None, None)),
         ("token_embedding/embedding", (64, 32), ("tensor", "fsdp")),
