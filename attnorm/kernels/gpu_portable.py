@@ -21,6 +21,8 @@ from attnorm import _compat
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.kernels.call import hides, pad_ids, pad_pairs, product_precision
 from attnorm.kernels.schedule import Tiling, make_bounds, make_schedule
+from attnorm.kernels.slopes import MOST_KEPT
+from attnorm.kernels.tile import rule_tiles
 from attnorm.kernels.triton_backward import key_gradients, query_gradient
 from attnorm.kernels.triton_forward import forward
 from attnorm.kernels.triton_tile import Inputs
@@ -49,6 +51,8 @@ _BACKWARD = {
     "rounded": {64: _Blocks(32, 32), 128: _Blocks(32, 32), 256: _Blocks(16, 16)},
     "exact": {64: _Blocks(32, 32), 128: _Blocks(16, 16), 256: _Blocks(16, 16)},
 }
+# With numbers of two bytes, a rule that holds more tiles at once gets half the queries.
+_MOST_FORWARD = 3
 
 
 def refusal(dtype, device) -> str | None:
@@ -80,7 +84,8 @@ def run_forward(static, query, key, value, bias, normalizer, visibility):
     """The output (B, T, N, Hv), and the row state: m and the statistics (B, N, T)."""
     static = replace(static, precision=product_precision(static.precision))
     T, Hv = query.shape[1], value.shape[-1]
-    tiling = _tiling(static, _FORWARD, query, key, value)
+    is_heavy = rule_tiles(normalizer, backward=False) > _MOST_FORWARD
+    tiling = _tiling(static, _FORWARD, query, key, value, is_heavy)
     arrays = (query, key, value, bias)
     inputs, schedule = _inputs(static, tiling, *arrays, normalizer, visibility, keys_outer=False)
     output, *rows = forward(static, inputs, schedule, tiling)
@@ -90,7 +95,8 @@ def run_forward(static, query, key, value, bias, normalizer, visibility):
 def run_backward(static, query, key, value, normalizer, visibility, d_output, rows):
     """dq, dk, dv and the parameters' gradients by rows, a rule of (B, N, T); ``rows`` are (B, N, rows, T)."""
     static = replace(static, precision=product_precision(static.precision))
-    tiling = _tiling(static, _BACKWARD, query, key, value)
+    is_heavy = rule_tiles(normalizer, backward=True) > MOST_KEPT
+    tiling = _tiling(static, _BACKWARD, query, key, value, is_heavy)
     T = tiling.nq * tiling.bq
 
     def inputs(keys_outer):
@@ -107,13 +113,14 @@ def run_backward(static, query, key, value, normalizer, visibility, d_output, ro
     return _cut(dq, query), _cut(dk, key), _cut(dv, value), d_rule
 
 
-def _tiling(static, table, query, key, value):
+def _tiling(static, table, query, key, value, is_heavy):
     T, S = query.shape[1], key.shape[1]
     kind = "narrow"
     if query.dtype == jnp.float32:
         kind = "exact" if static.precision == jax.lax.Precision.HIGHEST else "rounded"
     blocks = table[kind][max(64, _padded_width(query), _padded_width(value))]
-    return Tiling(T, S, min(blocks.query, _power_of_two(T)), min(blocks.key, _power_of_two(S)))
+    bq = blocks.query // 2 if is_heavy and kind == "narrow" else blocks.query
+    return Tiling(T, S, min(bq, _power_of_two(T)), min(blocks.key, _power_of_two(S)))
 
 
 def _inputs(static, tiling, query, key, value, bias, normalizer, visibility, keys_outer):

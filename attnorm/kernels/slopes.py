@@ -9,7 +9,7 @@ from attnorm.kernels.tile import rule_tiles
 
 # Backwards, all that is computed on the way to a slope is kept in registers. A rule that keeps more tiles than this has
 # its slopes taken forwards, which is more work: by what compiled without spilling.
-_MOST_KEPT = 13
+MOST_KEPT = 13
 
 
 def recompute(rule, s, capped, m, translated=lambda function: function):
@@ -19,11 +19,11 @@ def recompute(rule, s, capped, m, translated=lambda function: function):
     queries and keys (but for the scale) and to a list of those of the rule's parameters, which are given over the tile.
     ``translated`` makes a function one that the kernel's compiler knows.
     """
-    is_light = rule_tiles(rule, backward=True) <= _MOST_KEPT
+    is_light = rule_tiles(rule, backward=True) <= MOST_KEPT
     f, pull = (_backwards if is_light else _forwards)(rule, s, m, translated)
 
     def back(df, d_stats):
-        ds, d_rule = pull(df, tuple(jnp.broadcast_to(d, s.shape) for d in d_stats))
+        ds, d_rule = pull(df, d_stats)
         return ds if capped is None else ds * (1 - capped * capped), d_rule
 
     return f, back
@@ -37,7 +37,7 @@ def _backwards(rule, s, m, translated):
     f, pull = translated(numerators_and_pull)(s, m, rule)
 
     def back(df, d_stats):
-        ds, d_rule = translated(pull)((df, d_stats))
+        ds, d_rule = translated(pull)((df, tuple(jnp.broadcast_to(d, s.shape) for d in d_stats)))
         return ds, jax.tree.leaves(d_rule)
 
     return f, back
