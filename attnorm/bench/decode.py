@@ -43,7 +43,7 @@ def run(
         model=_MODEL, batch_size=1, num_parts=_NUM_PARTS, window=_WINDOW, tokens=_TOKENS, rounds=rounds
     )
     result = report.new_report("measured decoding on cpu", **settings)
-    result["cases"] = []
+    result["results"] = []
     names = list(dict.fromkeys([BASELINE, *normalizers]))
     for length in lengths:
         runs = {}
@@ -58,7 +58,7 @@ def run(
         seconds = _seconds(runs, rounds)
         for (name, way), own in seconds.items():
             tokens = 1 if way == "none" else _TOKENS
-            result["cases"].append(
+            result["results"].append(
                 {
                     "length": length,
                     "normalizer": name,
@@ -137,12 +137,12 @@ def _ratio(theirs, ours, tokens=1.0):
 def text(result: dict) -> str:
     """The report as tables."""
     tables = []
-    for length in dict.fromkeys(case["length"] for case in result["cases"]):
+    for length in dict.fromkeys(case["length"] for case in result["results"]):
         rows = [["", "cache", "tokens/s", "÷ softmax", "÷ whole"]]
-        for case in result["cases"]:
+        for case in result["results"]:
             if case["length"] == length:
                 numbers = case["tokens_per_second"], case["speed_over_softmax"], case["speed_over_whole"]
-                cells = (f"{number:.{digits}f}" for number, digits in zip(numbers, (1, 2, 2), strict=True))
+                cells = (f"{number:.{digits}f}" for number, digits in zip(numbers, (1, 2, 3), strict=True))
                 rows.append([case["normalizer"], case["cache"], *cells])
         tables.append(report.table(f"\nAfter {length} tokens, float32, one text at a time", rows))
     return "\n".join(tables)
