@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import _COMPILE_FAST as COMPILE_FAST
+
 ROOT = Path(__file__).parents[2]
-# Compilation is nearly all of the time where arrays are small.
-_COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 # Else XLA ends the process where a device waits long for others, which share its cores here.
 _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
@@ -18,7 +18,7 @@ _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 def on_devices():
     """Runs Python with so many virtual devices; -> what it prints."""
 
-    def run(num_devices, *arguments, compile_flags=_COMPILE_FAST):
+    def run(num_devices, *arguments, compile_flags=COMPILE_FAST):
         flags = f"{os.environ.get('XLA_FLAGS', '')} {compile_flags} {_PATIENCE}"
         flags += f" --xla_force_host_platform_device_count={num_devices}"
         process = subprocess.run(
