@@ -17,7 +17,7 @@ Place = tuple[int, str]  # a length and a variant
 
 # Positions of one evaluation batch: what is in memory at a time.
 _BATCH_POSITIONS = 2**15
-_FEWEST_SEQUENCES, _MOST_SEQUENCES = 32, 256
+_FEWEST_SEQUENCES, _MOST_SEQUENCES = 16, 256
 # Lengths up to this multiple of the training length share a program; a longer one would make the others slow.
 _LONGEST_SHARED = 4
 SPLITS = ("validation", "test")
@@ -64,7 +64,9 @@ class Evaluation:
 
     def __init__(self, task: Any, suite: Suite, places: Sequence[Place], split: Int[Array, ""]):
         positions = task.spec.width * max(length for length, _ in places)
-        sequences = min(max(suite.eval_tokens // positions, _FEWEST_SEQUENCES), _MOST_SEQUENCES)
+        variants = len({variant for _, variant in places})
+        sequences = suite.eval_tokens // (positions * variants)
+        sequences = min(max(sequences, _FEWEST_SEQUENCES), _MOST_SEQUENCES)
         at_once = max(1, _BATCH_POSITIONS // (positions * len(places)))
         self._num_sequences = min(sequences, at_once)
         self.num_eval_batches = math.ceil(sequences / self._num_sequences)

@@ -23,7 +23,7 @@ class Suite:
     features: int
     num_heads: int
     num_layers: int
-    eval_tokens: int  # at each length, about
+    eval_tokens: int  # at each length, of all variants, about
     diagnosed_positions: int  # the longest sequences whose dense weights are looked at
     members_at_once: int  # that many are vmapped; on a CPU few are faster, because their arrays fit the cache
 
