@@ -84,8 +84,11 @@ narrow = [x.astype(jnp.bfloat16) for x in (query, key, value)]
 wide = [x.astype(jnp.float32) for x in narrow]
 output = jax.jit(ring(mesh(), normalizer="l2"))(*narrow)
 assert output.dtype == jnp.bfloat16
-wanted = jax.jit(functools.partial(alone, normalizer="l2"))(*wide)
-np.testing.assert_allclose(output.astype(jnp.float32), wanted, rtol=2**-8, atol=1e-6)
+one_device = jax.jit(functools.partial(alone, normalizer="l2"))
+wanted = one_device(*wide)
+# Parts travel and merge in float32: no less exact than one device.
+error, error_of_one = (jnp.max(jnp.abs(x.astype(jnp.float32) - wanted)) for x in (output, one_device(*narrow)))
+assert error <= 1.25 * error_of_one, (error, error_of_one)
 """,
     "hidden_nan": """
 hidden = jnp.arange(64)[:, None, None] >= 48
