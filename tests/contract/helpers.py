@@ -89,16 +89,19 @@ def assert_results_near(result, expected, tolerance, what=""):
     if log_norm is not None:
         assert_near(f"log norm{what}", log_norm, expected.log_norm, tolerance)
     for name, got in gradients.items():
-        assert_near(f"gradient of {name}{what}", got, expected.gradients[name], tolerance)
+        assert_near(
+            f"gradient of {name}{what}", got, expected.gradients[name], tolerance, expected.terms[name]
+        )
 
 
-def assert_near(what, got, expected, tolerance):
+def assert_near(what, got, expected, tolerance, terms=0.0):
+    """To `tolerance` of the largest value, or of 1 % of the terms that one entry adds up, if less is left of them."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
     empty = np.isneginf(expected)
     assert (got[empty] == -np.inf).all(), f"{what}: {got[empty]} where -inf is expected"
     finite = np.isfinite(expected)
     if finite.any():
-        size = np.max(np.abs(expected[finite]))
+        size = max(np.max(np.abs(expected[finite])), 0.01 * terms)
         error = np.max(np.abs(got[finite] - expected[finite]))
         assert error <= tolerance * size, f"{what}: error {error:.3g} > {tolerance:.1g} of {size:.3g}"
