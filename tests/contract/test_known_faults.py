@@ -146,7 +146,9 @@ def test_soft_cap_missing_in_the_backward(attend):
 def test_bias_gradient_only_for_a_batch_of_one(attend, shape):
     bias = np.random.default_rng(2).normal(size=shape).astype(np.float32)
     # A bias that is the same for every key of a row only shifts it: its gradient is that of the log norm.
-    assert_matches_oracle(attend, *make_arrays(), bias, tolerance=4e-6)
+    # Of one number it adds up all 24,400 slopes, which leave little.
+    cancelling = ("bias",) if bias.size == 1 else ()
+    assert_matches_oracle(attend, *make_arrays(), bias, tolerance=4e-6, cancelling=cancelling)
 
 
 def test_vmap_with_bias_crashing(attend):
