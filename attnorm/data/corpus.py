@@ -83,7 +83,9 @@ def unigram_entropy(stream: Int[np.ndarray, "S"]) -> float:
 def pieces(
     stream: Int[np.ndarray, "S"], length: int, count: int, end_of_document: int
 ) -> Int[np.ndarray, "M T+1"]:
-    """Pieces of T tokens, each of one document and behind its end-of-document id, evenly from the stream.
+    """Pieces of T tokens, each of one document and behind its end-of-document id, from as many documents as possible.
+
+    Each document gives at most n pieces, with the smallest n that makes up the count.
 
     Raises:
       ValueError: the documents have fewer such pieces.
@@ -96,14 +98,20 @@ def pieces(
     """
     starts = np.flatnonzero(stream == end_of_document) + 1
     sizes = np.append(starts[1:] - 1, len(stream)) - starts
-    begins = np.concatenate(
-        [start + length * np.arange(size // length) for start, size in zip(starts, sizes, strict=True)]
-    )
-    if len(begins) < count:
+    held = sizes // length
+    if sum(held) < count:
         raise ValueError(
             f"{count} pieces of {length:,} tokens are needed, but the documents that are held out have "
-            f"{len(begins)}; the longest document has {max(sizes):,} tokens"
+            f"{sum(held)}; the longest document has {max(sizes):,} tokens"
         )
+    most = next(n for n in range(1, count + 1) if np.sum(np.minimum(held, n)) >= count)
+    begins = np.concatenate(
+        [
+            start + length * (np.arange(min(number, most)) * number // min(number, most))
+            for start, number in zip(starts, held, strict=True)
+            if number
+        ]
+    )
     chosen = begins[np.arange(count) * len(begins) // count]
     return np.stack(
         [np.append(np.int32(end_of_document), stream[begin : begin + length]) for begin in chosen]

@@ -87,8 +87,8 @@ def test_corpora_that_cannot_be_used(folder):
 def test_pieces_are_of_one_document_each():
     stream = np.array([9, 1, 2, 3, 4, 5, 9, 6, 9, 7, 8], np.uint16)
     np.testing.assert_array_equal(pieces(stream, 2, 3, 9), [[9, 1, 2], [9, 3, 4], [9, 7, 8]])
-    np.testing.assert_array_equal(pieces(stream, 2, 2, 9), [[9, 1, 2], [9, 3, 4]])
-    np.testing.assert_array_equal(pieces(stream, 1, 4, 9)[:, 1], [1, 3, 5, 7])
+    np.testing.assert_array_equal(pieces(stream, 2, 2, 9), [[9, 1, 2], [9, 7, 8]])
+    np.testing.assert_array_equal(pieces(stream, 1, 5, 9)[:, 1], [1, 3, 6, 7, 8])
     message = "2 pieces of 4 tokens are needed, but .* have 1; the longest document has 5 tokens"
     with pytest.raises(ValueError, match=message):
         pieces(stream, 4, 2, 9)
