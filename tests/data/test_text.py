@@ -153,6 +153,9 @@ def test_trained_tokenizer(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.end_of_document not in tokenizer.encode(text)
     assert len(tokenizer.encode(SAMPLE)) < len(SAMPLE.encode())
+    spelled = "a text about <|endoftext|>, which goes on"
+    assert tokenizer.end_of_document not in tokenizer.encode(spelled)
+    assert tokenizer.decode(tokenizer.encode(spelled)) == spelled
     again = train_bpe(texts, 270, tmp_path / "again")
     np.testing.assert_array_equal(again.encode(SAMPLE), tokenizer.encode(SAMPLE))
     kept = (tmp_path / "new" / "tokenizer.json").read_bytes()
