@@ -8,6 +8,7 @@ import jax
 
 from attnorm.topology import tpu_devices
 from attnorm.training.collectives import traffic
+from attnorm.training.config import ConfigError
 from attnorm.training.feed import abstract_batch
 from attnorm.training.loop import parse_config, require_whole_parts
 from attnorm.training.setup import Setup
@@ -44,11 +45,15 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
         f"{topology}: {num_devices} x {kind}, mesh {dict(setup.mesh.shape)}; length {stage.length}; compiled in "
         f"{seconds:.0f} s",
     ]
-    in_use = _add_memory("memory per device", compiled, kind, lines)
-    evaluation = _compiled("the evaluation", setup.evaluate().lower(state))
-    in_use = max(in_use, _add_memory("in evaluation", evaluation, kind, lines))
-    if in_use > _HBM.get(kind, in_use):
-        raise DoesNotFitError("\n".join([*lines, "this does not fit"]))
+    _add_memory("memory per device", compiled, kind, lines)
+    try:
+        evaluation = _compiled("the evaluation", setup.evaluate().lower(state))
+    except (
+        ConfigError
+    ) as error:  # of texts that hold too little to be evaluated on, which do for the train step
+        lines.append(f"the evaluation was not compiled: {error}")
+    else:
+        _add_memory("in evaluation", evaluation, kind, lines)
     flops = len(setup.members) * setup.task.flops_per_step(stage)
     lines.append(f"FLOPs per step: {flops:.4g}, {flops / num_devices:.4g} per device, without recomputation")
     sent = traffic(compiled.as_text())
@@ -73,8 +78,8 @@ def _compiled(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         raise DoesNotFitError(f"too little memory for {name} of this config: {error}") from error
 
 
-def _add_memory(name: str, compiled: jax.stages.Compiled, kind: str, lines: list[str]) -> int:
-    """The bytes that a program takes of a device, and one line more that says so."""
+def _add_memory(name: str, compiled: jax.stages.Compiled, kind: str, lines: list[str]) -> None:
+    """Adds a line on the memory that a program takes of a device; an error with all lines where that is too much."""
     memory = compiled.memory_analysis()
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     in_use = resident + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -82,7 +87,8 @@ def _add_memory(name: str, compiled: jax.stages.Compiled, kind: str, lines: list
         f"{name}: {_gib(in_use)}{_share(in_use, _HBM.get(kind))}: {_gib(resident)} of state and batch, "
         f"{_gib(memory.temp_size_in_bytes)} of temporaries, {_gib(memory.generated_code_size_in_bytes)} of code"
     )
-    return in_use
+    if in_use > _HBM.get(kind, in_use):
+        raise DoesNotFitError("\n".join([*lines, "this does not fit"]))
 
 
 def _gib(size: float) -> str:
