@@ -14,7 +14,7 @@ HAS_PALLAS_TRITON = find_spec("jax.experimental.pallas.triton") is not None
 
 
 def is_gce_tpu() -> bool:
-    """Whether this is a TPU VM of Compute Engine, of which the metadata server says so. Where JAX sees no chip, none is asked."""
+    """Whether a metadata server calls this a TPU VM of Compute Engine. Where JAX sees no chip, none is asked."""
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
     try:

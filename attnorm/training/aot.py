@@ -1,4 +1,4 @@
-"""Compiles a config's train step and evaluation for a TPU topology that is not there, and says what they would take."""
+"""Compiles a config's train step and evaluation for a TPU topology that is not there, and says what they take."""
 
 import time
 from collections.abc import Mapping

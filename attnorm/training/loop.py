@@ -41,8 +41,8 @@ def run(config: Mapping[str, Any], workdir: Path, profile_steps: tuple[int, int]
 
     Args:
       config: the keys of :class:`TrainConfig`, and the task's in the section named after it.
-      workdir: made where it does not exist; it must be empty, or from the same data and config, of which only the mesh
-        may have changed.
+      workdir: made where it does not exist; it must be empty, or from the same data and config, of which only the
+        mesh may have changed.
       profile_steps: the first and last step of a trace that is written to the workdir.
 
     Returns:

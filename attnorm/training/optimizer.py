@@ -69,7 +69,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _scale_and_decay(scale: float, weight_decay: float) -> optax.GradientTransformation:
-    """``scale update + weight_decay param``; nothing of the parameter where a normaliser learns it: 0 is no rest there."""
+    """``scale update + weight_decay param``, without the decay where a normaliser learns: 0 is no rest there."""
 
     def of_leaf(path, update, param):
         name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
