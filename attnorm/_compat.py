@@ -13,6 +13,16 @@ HAS_MOSAIC_GPU = jax.__version_info__ >= (0, 12)
 HAS_PALLAS_TRITON = find_spec("jax.experimental.pallas.triton") is not None
 
 
+def is_gce_tpu() -> bool:
+    """Whether a metadata server calls this a TPU VM of Compute Engine. Where JAX sees no chip, none is asked."""
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
+
+    try:
+        return GceTpuCluster.is_env_present()
+    except OSError:  # there is no such server elsewhere
+        return False
+
+
 def varying_axes(tree: Any) -> frozenset[str]:
     """The mesh axes over which some array of the tree varies inside ``jax.shard_map``; else empty."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))

@@ -78,7 +78,7 @@ def language_model(
     config.lm = {
         "corpus": argument.corpus,
         "tokenizer": argument.tokenizer,
-        "held_out": 0.05,
+        "held_out": 0.1,
         "data_seed": 0,
         "length": 128,
         "batch_size": 16,

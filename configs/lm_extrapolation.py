@@ -12,7 +12,7 @@
 
 Hardware: 2 CPU cores, offline. Time: about 12 minutes a run, 6 with AVnorm (estimates).
 With :published, one node of 8 GPUs or a TPU slice (an estimate), and a corpus with documents of at least
-65,536 tokens in data/tokens, which `python -m attnorm.data` writes.
+65,536 tokens in data/tokens, which `python -m attnorm.data` writes; the controls are then log_n(n_train=2048).
 Expected: to be measured. Published, one run of 4000 steps each, loss at 2k/8k/64k: softmax with a rescale in
 training 3.31/7.28/7.45, without 3.31/4.70/6.89; AVnorm with it 3.31/4.82/6.29, without 3.31/4.24/6.72.
 """

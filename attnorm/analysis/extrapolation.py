@@ -210,6 +210,10 @@ def _compared(config: Mapping[str, Any]) -> Mapping[str, Any]:
     model = task.pop("model")
     flat = task | {f"model.{key}": value for key, value in model.items()}
     kept = {f"config.lm.{key}": value for key, value in flat.items() if key not in _VARIANT_KEYS}
+    kept |= {f"config.{key}": config[key] for key in ("ema_decay", "init_from")}
+    # The best learning rate is another one for every variant.
+    training = {key: value for key, value in config["optimizer"].items() if key != "learning_rate"}
+    kept |= {f"config.optimizer.{key}": value for key, value in training.items()}
     return kept | {"config.ensemble.seeds": config["ensemble"]["seeds"]}
 
 

@@ -47,6 +47,7 @@ class _IdleTask:
 
     Config = _IdleConfig
     outputs = ()
+    fingerprint = ""
     num_eval_batches = 1
 
     def __init__(self, config):

@@ -1,6 +1,7 @@
 """Token folders from the command line: ``python -m attnorm.data --corpus CORPUS --tokenizer TOKENIZER --out DIR``."""
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,11 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         required=True,
         help="bytes; bpe:SIZE, fitted to the corpus and kept in DIR; or a folder with a tokenizer.json",
     )
+    parser.add_argument(
+        "--fit-documents",
+        metavar="N",
+        type=int,
+        help="fit bpe:SIZE to the first N documents only, which are in memory while it is; default: all",
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder, made if missing")
     options = parser.parse_args(arguments)
     try:
         texts = _texts(options.corpus)
-        tokenizer = _tokenizer(options.tokenizer, texts, options.out)
+        tokenizer = _tokenizer(options.tokenizer, texts, options.fit_documents, options.out)
         bar = tqdm(texts(), desc="documents", unit="", disable=None)
         num_tokens = write_tokens(options.out, bar, tokenizer)
     except (ValueError, ModuleNotFoundError) as error:
@@ -58,13 +65,19 @@ def _texts(corpus: str) -> Callable[[], Iterable[str]]:
     return documents.values
 
 
-def _tokenizer(name: str, texts: Callable[[], Iterable[str]], out: Path) -> Tokenizer:
+def _tokenizer(
+    name: str, texts: Callable[[], Iterable[str]], fit_documents: int | None, out: Path
+) -> Tokenizer:
+    if fit_documents is not None and not name.startswith(_BPE):
+        raise TokenizerError(f"--fit-documents needs --tokenizer {_BPE}SIZE, got {name}")
+    if fit_documents is not None and fit_documents < 1:
+        raise TokenizerError(f"--fit-documents must be a whole number > 0, got {fit_documents}")
     if name.startswith(_BPE):
         size = name.removeprefix(_BPE)
         if not (size.isascii() and size.isdecimal()):
             raise TokenizerError(f"tokenizer must be {_BPE} and a whole number, got {name}")
         require_no_tokens(out)
-        return train_bpe(texts(), int(size), out)
+        return train_bpe(itertools.islice(texts(), fit_documents), int(size), out)
     return open_tokenizer(name)
 
 

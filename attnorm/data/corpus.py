@@ -2,28 +2,33 @@
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
 
-from attnorm.data.packing import join
+from attnorm.data.packing import FEWEST_TOKENS, join
 from attnorm.data.text import TextError, load_corpus, split_corpus
 from attnorm.data.tfds_text import is_tfds, tfds_corpus
 from attnorm.data.tokenizers import Tokenizer
-from attnorm.data.tokens import is_token_folder, open_tokens
+from attnorm.data.tokens import is_token_folder, open_tokens, tokens_crc
 
-_FEWEST_TOKENS = 2  # of a document: one to be read, and one to be predicted from it
+_CHUNK = 2**24  # tokens that are counted at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Streams as :func:`attnorm.data.packing.join` makes them, and a sentence that says what they are."""
+    """Streams as :func:`attnorm.data.packing.join` makes them, and a sentence that says what they are.
+
+    The fingerprint is another one for other tokens, whatever they are called.
+    """
 
     train: Int[np.ndarray, "S"]
     held_out: Int[np.ndarray, "S"]
     facts: str
+    fingerprint: str
 
 
 def open_corpus(name: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
@@ -53,19 +58,22 @@ def open_corpus(name: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
         raise ValueError(f"held_out must be in (0, 1), got {held_out!r}")
     end = tokenizer.end_of_document
     if is_token_folder(Path(name).expanduser()):
-        stream = open_tokens(Path(name).expanduser(), tokenizer)
+        folder = Path(name).expanduser()
+        stream = open_tokens(folder, tokenizer)
         train, test = _cut_between_documents(stream, held_out, end)
         facts = (
             f"{name}: {len(train):,} tokens to train on; held out, the last {len(test):,}, other documents"
         )
-        return Corpus(train, test, facts)
+        return Corpus(train, test, facts, f"crc32 {tokens_crc(folder):08x}")
     documents = tfds_corpus(name) if is_tfds(name) else load_corpus(name)
     sides = split_corpus(documents, held_out)
     train, test = (join(_encoded(side, tokenizer), end) for side in sides)
     facts = f"{name}: {len(train):,} tokens in {len(sides[0]):,} documents to train on; held out, "
     if len(documents) == 1:
-        return Corpus(train, test, facts + f"the last {len(test):,} of this one text")
-    return Corpus(train, test, facts + f"{len(test):,} tokens in {len(sides[1]):,} other documents")
+        facts += f"the last {len(test):,} of this one text"
+    else:
+        facts += f"{len(test):,} tokens in {len(sides[1]):,} other documents"
+    return Corpus(train, test, facts, f"crc32 {zlib.crc32(test, zlib.crc32(train)):08x}")
 
 
 def unigram_entropy(stream: Int[np.ndarray, "S"]) -> float:
@@ -75,7 +83,11 @@ def unigram_entropy(stream: Int[np.ndarray, "S"]) -> float:
     >>> round(unigram_entropy(np.array([0, 1, 0, 1])), 4)
     0.6931
     """
-    counts = np.bincount(stream)
+    counts = np.zeros(0, np.int64)
+    for start in range(0, len(stream), _CHUNK):  # bincount copies what it counts to 64 bits
+        more = np.bincount(stream[start : start + _CHUNK], minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
     frequencies = counts[counts > 0] / len(stream)
     return float(-np.sum(frequencies * np.log(frequencies)))
 
@@ -83,7 +95,9 @@ def unigram_entropy(stream: Int[np.ndarray, "S"]) -> float:
 def pieces(
     stream: Int[np.ndarray, "S"], length: int, count: int, end_of_document: int
 ) -> Int[np.ndarray, "M T+1"]:
-    """Pieces of T tokens, each of one document and behind its end-of-document id, evenly from the stream.
+    """Pieces of T tokens, each of one document and behind its end-of-document id, from as many documents as possible.
+
+    Each document gives at most n pieces, with the smallest n that makes up the count.
 
     Raises:
       ValueError: the documents have fewer such pieces.
@@ -96,14 +110,20 @@ def pieces(
     """
     starts = np.flatnonzero(stream == end_of_document) + 1
     sizes = np.append(starts[1:] - 1, len(stream)) - starts
-    begins = np.concatenate(
-        [start + length * np.arange(size // length) for start, size in zip(starts, sizes, strict=True)]
-    )
-    if len(begins) < count:
+    held = sizes // length
+    if sum(held) < count:
         raise ValueError(
             f"{count} pieces of {length:,} tokens are needed, but the documents that are held out have "
-            f"{len(begins)}; the longest document has {max(sizes):,} tokens"
+            f"{sum(held)}; the longest document has {max(sizes):,} tokens"
         )
+    most = next(n for n in range(1, count + 1) if np.sum(np.minimum(held, n)) >= count)
+    begins = np.concatenate(
+        [
+            start + length * (np.arange(min(number, most)) * number // min(number, most))
+            for start, number in zip(starts, held, strict=True)
+            if number
+        ]
+    )
     chosen = begins[np.arange(count) * len(begins) // count]
     return np.stack(
         [np.append(np.int32(end_of_document), stream[begin : begin + length]) for begin in chosen]
@@ -113,9 +133,9 @@ def pieces(
 def _encoded(documents: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Int[np.ndarray, "n"]]:
     for name, text in documents.items():
         ids = tokenizer.encode(text)
-        if len(ids) < _FEWEST_TOKENS:
+        if len(ids) < FEWEST_TOKENS:
             raise TextError(
-                f"the document {name!r} must have at least {_FEWEST_TOKENS} tokens, got {len(ids)}"
+                f"the document {name!r} must have at least {FEWEST_TOKENS} tokens, got {len(ids)}"
             )
         yield ids
 

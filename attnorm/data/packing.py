@@ -15,6 +15,8 @@ from typing import TypedDict
 import numpy as np
 from jaxtyping import Int
 
+FEWEST_TOKENS = 2  # of a document: one to be read, and one to be predicted from it
+
 
 class Row(TypedDict):
     """One row, or with a leading axis a batch of them."""

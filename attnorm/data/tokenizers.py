@@ -1,5 +1,6 @@
 """From text to ids and back: bytes, or the byte-pair encoding that a published model was trained with."""
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eot_
 class Tokenizer(Protocol):
     vocab_size: int
     end_of_document: int  # an id that no text gives
+    fingerprint: str  # another one for every other tokeniser
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]: ...
 
@@ -38,6 +40,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -50,7 +53,7 @@ class ByteTokenizer:
 class PretrainedTokenizer:
     """The tokeniser of a Hugging Face checkpoint, by the tokenizers package.
 
-    No special tokens are added, and nothing is cut off.
+    No special tokens are added, those that a text spells out are text, and nothing is cut off.
 
     Args:
       folder: with tokenizer.json, or with GPT-2's vocab.json and merges.txt.
@@ -66,8 +69,10 @@ class PretrainedTokenizer:
         file, vocab, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
         try:
             if file.is_file():
+                files = (file,)
                 tokenizer = tokenizers.Tokenizer.from_file(str(file))
             elif vocab.is_file() and merges.is_file():
+                files = (vocab, merges)
                 tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
                 # GPT-2 tells the first word of a text, which no space precedes, from the others.
                 tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,10 +86,13 @@ class PretrainedTokenizer:
             if isinstance(error, TokenizerError):
                 raise
             raise TokenizerError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        # A text that writes <|endoftext|> does not end there.
+        tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size()
+        self.fingerprint = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
         self._folder = folder
 
     @property

@@ -6,13 +6,15 @@ A folder holds ``tokens.bin``, the stream of :mod:`attnorm.data.packing` in litt
 
 import json
 import os
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from attnorm.data.packing import join
+from attnorm.data.packing import FEWEST_TOKENS, join
 from attnorm.data.tokenizers import Tokenizer
 
 _STREAM, _FACTS, _FACTS_TMP = "tokens.bin", "tokens.json", "tokens.json.tmp"
@@ -27,28 +29,35 @@ def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -
 
     Args:
       folder: made where it does not exist.
-      documents: texts; those that give no tokens are refused.
+      documents: texts; those that give fewer than two tokens are refused.
       tokenizer: with an end-of-document id.
 
     Raises:
       TokensError: the folder holds tokens already.
       TokenizerError: a tokenizer without an end-of-document id.
-      ValueError: a document without tokens, or that holds the end-of-document id.
+      ValueError: no document, one of fewer than two tokens, or one that holds the end-of-document id.
     """
     folder = Path(folder)
     require_no_tokens(folder)
     end_of_document = tokenizer.end_of_document
     folder.mkdir(parents=True, exist_ok=True)
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-    num_tokens = num_documents = 0
+    num_tokens = num_documents = crc = 0
     stream_tmp, facts_tmp = folder / f"{_STREAM}.tmp", folder / _FACTS_TMP
     with open(stream_tmp, "wb") as file:
         for text in documents:
+            ids = tokenizer.encode(text)
+            if len(ids) < FEWEST_TOKENS:
+                raise ValueError(
+                    f"documents[{num_documents}] must have at least {FEWEST_TOKENS} tokens, got {len(ids)}"
+                )
             try:
-                stream = join([tokenizer.encode(text)], end_of_document)
+                stream = join([ids], end_of_document)
             except ValueError as error:
                 raise ValueError(str(error).replace("documents[0]", f"documents[{num_documents}]")) from None
-            file.write(stream.astype(dtype).tobytes())
+            written = stream.astype(dtype).tobytes()
+            file.write(written)
+            crc = zlib.crc32(written, crc)
             num_tokens += len(stream)
             num_documents += 1
         file.flush()
@@ -61,6 +70,8 @@ def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -
         "dtype": dtype,
         "vocab_size": tokenizer.vocab_size,
         "end_of_document": end_of_document,
+        "fingerprint": tokenizer.fingerprint,
+        "crc32": crc,
     }
     facts_tmp.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     os.replace(stream_tmp, folder / _STREAM)
@@ -99,11 +110,11 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> Int[np.ndarray, "S"]:
     """
     folder = Path(folder)
     try:
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        facts = _read_facts(folder)
         dtype = np.dtype(facts["dtype"])
         stream = np.memmap(folder / _STREAM, dtype, mode="r")
         wanted = facts["num_tokens"]
-        written_with = {key: facts[key] for key in ("vocab_size", "end_of_document")}
+        written_with = {key: facts[key] for key in ("vocab_size", "end_of_document", "fingerprint")}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise TokensError(f"{folder} holds no complete tokens: {error!r}") from error
     if len(stream) != wanted:
@@ -114,3 +125,12 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> Int[np.ndarray, "S"]:
                 f"{folder} was written with {key} {value}, but the tokenizer has {getattr(tokenizer, key)}"
             )
     return stream
+
+
+def tokens_crc(folder: Path) -> int:
+    """The CRC-32 of a complete folder's stream as it was written; of gigabytes, that is not read again."""
+    return _read_facts(folder)["crc32"]
+
+
+def _read_facts(folder: Path) -> Mapping[str, Any]:
+    return json.loads((folder / _FACTS).read_text(encoding="utf-8"))

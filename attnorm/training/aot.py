@@ -1,4 +1,4 @@
-"""Compiles a config's train step for a TPU topology that is not there, and says what a step would take."""
+"""Compiles a config's train step and evaluation for a TPU topology that is not there, and says what they take."""
 
 import time
 from collections.abc import Mapping
@@ -8,8 +8,9 @@ import jax
 
 from attnorm.topology import tpu_devices
 from attnorm.training.collectives import traffic
+from attnorm.training.config import ConfigError
 from attnorm.training.feed import abstract_batch
-from attnorm.training.loop import parse_config
+from attnorm.training.loop import parse_config, require_whole_parts
 from attnorm.training.setup import Setup
 from attnorm.training.throughput import PEAK_FLOPS
 
@@ -20,11 +21,11 @@ _SENT_PER_SECOND = {"TPU v5 lite": 200e9, "TPU v5": 600e9, "TPU v6 lite": 400e9}
 
 
 class DoesNotFitError(RuntimeError):
-    """The train step needs more memory than a device has."""
+    """The train step or the evaluation needs more memory than a device has."""
 
 
 def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
-    """A report of the train step of the longest stage, compiled for a topology such as ``v5e:4x4``.
+    """A report of the train step of the longest stage and the evaluation, for a topology such as ``v5e:4x4``.
 
     Raises:
       ConfigError: a config that cannot be run on so many devices.
@@ -33,29 +34,26 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
     """
     devices = tpu_devices(topology)
     setup = Setup(*parse_config(config), devices)
+    require_whole_parts(setup)
     stage = max(setup.task.stages, key=lambda stage: stage.length)
     kind, num_devices = devices[0].device_kind, len(devices)
     start = time.monotonic()
-    batch = abstract_batch(setup.task, stage, setup.mesh)
-    lowered = setup.train_step(stage).lower(setup.abstract_state(), batch)
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise DoesNotFitError(f"too little memory for this config: {error}") from error
+    state, batch = setup.abstract_state(), abstract_batch(setup.task, stage, setup.mesh)
+    compiled = _compiled("the train step", setup.train_step(stage).lower(state, batch))
     seconds = time.monotonic() - start
-    memory = compiled.memory_analysis()
-    resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    in_use = resident + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     lines = [
         f"{topology}: {num_devices} x {kind}, mesh {dict(setup.mesh.shape)}; length {stage.length}; compiled in "
         f"{seconds:.0f} s",
-        f"memory per device: {_gib(in_use)}{_share(in_use, _HBM.get(kind))}: {_gib(resident)} of state and batch, "
-        f"{_gib(memory.temp_size_in_bytes)} of temporaries, {_gib(memory.generated_code_size_in_bytes)} of code",
     ]
-    if in_use > _HBM.get(kind, in_use):
-        raise DoesNotFitError("\n".join([*lines, "this does not fit"]))
+    _add_memory("memory per device", compiled, kind, lines)
+    try:
+        evaluation = _compiled("the evaluation", setup.evaluate().lower(state))
+    except (
+        ConfigError
+    ) as error:  # of texts that hold too little to be evaluated on, which do for the train step
+        lines.append(f"the evaluation was not compiled: {error}")
+    else:
+        _add_memory("in evaluation", evaluation, kind, lines)
     flops = len(setup.members) * setup.task.flops_per_step(stage)
     lines.append(f"FLOPs per step: {flops:.4g}, {flops / num_devices:.4g} per device, without recomputation")
     sent = traffic(compiled.as_text())
@@ -69,6 +67,28 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
             f"step: MFU at most {100 * computing / max(computing, sending):.0f} %"
         )
     return "\n".join(lines)
+
+
+def _compiled(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DoesNotFitError(f"too little memory for {name} of this config: {error}") from error
+
+
+def _add_memory(name: str, compiled: jax.stages.Compiled, kind: str, lines: list[str]) -> None:
+    """Adds a line on the memory that a program takes of a device; an error with all lines where that is too much."""
+    memory = compiled.memory_analysis()
+    resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    in_use = resident + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    lines.append(
+        f"{name}: {_gib(in_use)}{_share(in_use, _HBM.get(kind))}: {_gib(resident)} of state and batch, "
+        f"{_gib(memory.temp_size_in_bytes)} of temporaries, {_gib(memory.generated_code_size_in_bytes)} of code"
+    )
+    if in_use > _HBM.get(kind, in_use):
+        raise DoesNotFitError("\n".join([*lines, "this does not fit"]))
 
 
 def _gib(size: float) -> str:

@@ -1,6 +1,7 @@
 """Batches from the host: this process's rows, read ahead, become arrays over the mesh of all processes."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnorm.data.pipeline import iterate
@@ -41,6 +42,12 @@ def batch_rows(task: Task, stage: Stage) -> int:
     else:
         batch = batches[stage.first_step]
     return jax.tree.leaves(batch)[0].shape[0]
+
+
+def eval_batch_rows(task: Task) -> list[int]:
+    """The different numbers of rows that the arrays of an evaluation batch have."""
+    batch = jax.eval_shape(lambda: task.eval_batch(jax.random.key(0), jnp.int32(0)))
+    return sorted({x.shape[0] for x in jax.tree.leaves(batch)})
 
 
 def abstract_batch(task: Task, stage: Stage, mesh: Mesh) -> Tree | None:

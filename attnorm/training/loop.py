@@ -4,6 +4,7 @@ import contextlib
 import math
 import signal
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jax.experimental import multihost_utils
 from attnorm.training import workdir as files
 from attnorm.training.checkpoint import Checkpointer
 from attnorm.training.config import ConfigError, TrainConfig, from_mapping
-from attnorm.training.feed import Feed, batch_rows
+from attnorm.training.feed import Feed, batch_rows, eval_batch_rows
 from attnorm.training.initial import check_source, with_models_of
 from attnorm.training.mesh import ClusterError, batch_axes
 from attnorm.training.metrics import Recorder, read_rows
@@ -40,8 +41,8 @@ def run(config: Mapping[str, Any], workdir: Path, profile_steps: tuple[int, int]
 
     Args:
       config: the keys of :class:`TrainConfig`, and the task's in the section named after it.
-      workdir: made where it does not exist; it must be empty, or from the same config, of which only the mesh may
-        have changed.
+      workdir: made where it does not exist; it must be empty, or from the same data and config, of which only the
+        mesh may have changed.
       profile_steps: the first and last step of a trace that is written to the workdir.
 
     Returns:
@@ -57,13 +58,20 @@ def run(config: Mapping[str, Any], workdir: Path, profile_steps: tuple[int, int]
     workdir = Path(workdir)
     setup = Setup(train_config, task)
     facts = task.prepare(setup.members)
-    _require_whole_parts(setup)
+    _require_same_data(task.fingerprint)
+    require_whole_parts(setup)
+    if profile_steps and profile_steps[1] > setup.num_steps:
+        raise ConfigError(
+            f"profile_steps must be among the run's {setup.num_steps} steps, got "
+            f"{profile_steps[0]}-{profile_steps[1]}"
+        )
     if train_config.init_from and not any((workdir / files.CHECKPOINTS).glob("[0-9]*")):
         check_source(Path(train_config.init_from), setup.abstract_state())
     with contextlib.ExitStack() as stack:
 
         def claim():
-            stack.enter_context(files.claimed(workdir, config, task.outputs))
+            data = {"fingerprint": task.fingerprint, "facts": facts} if task.fingerprint else None
+            stack.enter_context(files.claimed(workdir, config, task.outputs, data))
             if not (workdir / files.CHECKPOINTS).exists() and read_rows(workdir / files.METRICS):
                 raise _lost_checkpoints(workdir)
 
@@ -137,7 +145,19 @@ def parse_config(config: Mapping[str, Any]) -> tuple[TrainConfig, Task]:
     return train_config, task_class(from_mapping(task_class.Config, config[name], f"config.{name}"))
 
 
-def _require_whole_parts(setup: Setup) -> None:
+def _require_same_data(fingerprint: str) -> None:
+    """An error in every process if one has other data than the first: each would train on its own."""
+    found = multihost_utils.process_allgather(np.uint32(zlib.crc32(fingerprint.encode())))
+    others = np.flatnonzero(found != found[0])
+    if others.size:
+        raise ConfigError(
+            f"the data of process {', '.join(map(str, others))} differ from those of process 0: every machine needs "
+            "the same files"
+        )
+
+
+def require_whole_parts(setup: Setup) -> None:
+    """Raises a ConfigError unless the parts that gradients are accumulated over divide the batches."""
     parts = setup.config.accumulation_steps
     for stage in setup.task.stages if parts > 1 else ():
         rows = batch_rows(setup.task, stage)
@@ -177,19 +197,31 @@ class _Run:
             recorder.progress.print(self._facts(abstract))
             if self.facts:
                 recorder.progress.print(self.facts)
+            undivided = "".join(
+                self._undivided(rows, "an evaluation batch") for rows in eval_batch_rows(self.task)
+            )
+            recorder.progress.print(f"compiling the evaluation{undivided}")
+            # Before the first step: what does not fit, or is wrong, would else be known after the last.
+            evaluate = self.setup.evaluate().lower(abstract).compile()
             if restored_step:
                 state = self.checkpointer.restore(restored_step, like=abstract)
                 recorder.progress.print(f"resuming after step {restored_step}")
+                if (self.profile.first_step or math.inf) <= restored_step:
+                    recorder.progress.print(f"no trace: step {self.profile.first_step} is done")
             else:
                 state = self.setup.init_state()
                 if self.config.init_from:
                     state = with_models_of(Path(self.config.init_from), state, self.config)
-            return self._train(state, restored_step, recorder, interrupted)
+            return self._train(state, restored_step, evaluate, recorder, interrupted)
 
     def _train(
-        self, state: TrainState, restored_step: int, recorder: Recorder, interrupted: Callable[[int], bool]
+        self,
+        state: TrainState,
+        restored_step: int,
+        evaluate: Callable[[TrainState], Metrics],
+        recorder: Recorder,
+        interrupted: Callable[[int], bool],
     ) -> bool:
-        evaluate = self.setup.evaluate()
         stage = unrecorded = None
         self.pace = Pace(restored_step)
         for step in range(restored_step + 1, self.num_steps + 1):
@@ -199,9 +231,10 @@ class _Run:
                     state = reset_optimizer(state, self.setup.optimizer)
                 train_step = self.setup.train_step(stage)
                 feed = Feed(self.task, stage, step - 1, self.setup.mesh)
+                rows = batch_rows(self.task, stage) // self.config.accumulation_steps
                 recorder.progress.print(
                     f"stage {stage.index + 1} of {len(self.task.stages)}: length {stage.length}, "
-                    f"steps {step}-{stage.end}; compiling{self._undivided(stage)}"
+                    f"steps {step}-{stage.end}; compiling{self._undivided(rows, 'a batch')}"
                 )
             with self.pace.waiting():
                 batch = feed.next()
@@ -326,13 +359,12 @@ class _Run:
     def _by_member(self, name: str, values: Sequence[Any]) -> dict[str, float]:
         return {f"{name}/{member.label}": float(x) for member, x in zip(self.members, values, strict=True)}
 
-    def _undivided(self, stage: Stage) -> str:
-        rows = batch_rows(self.task, stage) // self.config.accumulation_steps
+    def _undivided(self, rows: int, batch: str) -> str:
         sizes = self.setup.mesh.shape
         if batch_axes(rows, self.setup.mesh) or sizes["data"] * sizes["fsdp"] == 1:
             return ""
         return (
-            f"\nthe {rows} rows of a batch are no multiple of mesh data x fsdp = "
+            f"\nthe {rows} rows of {batch} are no multiple of mesh data x fsdp = "
             f"{sizes['data'] * sizes['fsdp']}: every device computes all of them"
         )
 

@@ -10,10 +10,14 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from attnorm._compat import is_gce_tpu
 from attnorm.training.config import ConfigError, MeshConfig
 
 # From the axis whose devices talk least to the one whose devices talk most, and so are neighbours.
 AXES = ("data", "fsdp", "context", "tensor")
+
+# What detect_cluster answers where no variable says it, and the variable that keeps it from being asked.
+_METADATA, _SKIPS_METADATA = "the metadata server of this TPU VM", "TPU_SKIP_MDS_QUERY"
 
 
 class ClusterError(RuntimeError):
@@ -21,7 +25,7 @@ class ClusterError(RuntimeError):
 
 
 def detect_cluster(environment: Mapping[str, str]) -> str | None:
-    """The environment variable that says that this is one of several processes, or None.
+    """What says that this is one of several processes: an environment variable, a TPU VM's metadata server, or None.
 
     >>> from attnorm.training.mesh import detect_cluster
     >>> detect_cluster({"SLURM_STEP_NUM_TASKS": "1"})
@@ -30,16 +34,19 @@ def detect_cluster(environment: Mapping[str, str]) -> str | None:
     """
     if environment.get("JAX_COORDINATOR_ADDRESS"):
         return "JAX_COORDINATOR_ADDRESS"
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
-        return "TPU_WORKER_HOSTNAMES"
+    if environment.get("TPU_PROCESS_ADDRESSES_PATH"):
+        return "TPU_PROCESS_ADDRESSES_PATH"
+    for variable in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        if "," in environment.get(variable, ""):
+            return variable
     for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"):
         if int(environment.get(variable) or 1) > 1:
             return variable
-    return None
+    return _METADATA if is_gce_tpu() else None
 
 
 def initialize_distributed(timeout_seconds: int = 300) -> None:
-    """Joins the other processes where the environment names a cluster. To be called before any use of a device.
+    """Joins the other processes where there is a cluster. To be called before any use of a device.
 
     Slurm, Open MPI and Cloud TPU need nothing else; elsewhere JAX_COORDINATOR_ADDRESS (host:port),
     JAX_NUM_PROCESSES and JAX_PROCESS_ID say who is who.
@@ -47,8 +54,8 @@ def initialize_distributed(timeout_seconds: int = 300) -> None:
     Raises:
       ClusterError: the cluster did not come up within the timeout.
     """
-    variable = detect_cluster(os.environ)
-    if variable is None:
+    found = detect_cluster(os.environ)
+    if found is None:
         return
     numbers = {
         argument: int(os.environ[name])
@@ -58,10 +65,14 @@ def initialize_distributed(timeout_seconds: int = 300) -> None:
     try:
         jax.distributed.initialize(initialization_timeout=timeout_seconds, **numbers)
     except (RuntimeError, ValueError) as error:
+        if found in os.environ:
+            found, alone = f"{found}={os.environ[found]!r}", f"unset {found}"
+        else:
+            alone = f"set {_SKIPS_METADATA}=1"
         raise ClusterError(
-            f"{variable}={os.environ[variable]!r} says that this process belongs to a cluster, but joining it "
-            f"failed (timeout {timeout_seconds} s): {error}. Check that every process was started and can reach "
-            f"the coordinator; unset {variable} to train on this machine alone."
+            f"{found} says that this process belongs to a cluster, but joining it failed (timeout "
+            f"{timeout_seconds} s): {error}. Check that every process was started and can reach the coordinator; "
+            f"{alone} to train on this machine alone."
         ) from error
 
 

@@ -29,6 +29,7 @@ from attnorm.training.workdir import (
 )
 
 Row = Mapping[str, Any]
+_PLACE = {"step", "stage", "length", "is_end_of_stage"}  # the keys that say where in the run a row is
 
 
 class RowLog:
@@ -64,20 +65,26 @@ class RowLog:
 
 
 class CsvLog:
-    """The same rows as a table; the first row's keys are its columns."""
+    """The same rows as a table; a column for every key of any row."""
 
     def __init__(self, path: Path, rows: list[Row]):
-        path.unlink(missing_ok=True)
-        self._file = open(path, "a", encoding="utf-8", newline="")
-        self._writer = None
+        self._file = open(path, "w", encoding="utf-8", newline="")
+        self._rows, self._columns = [], {}
         for row in rows:
             self.append(row)
 
     def append(self, row: Row) -> None:
-        if self._writer is None:
-            self._writer = csv.DictWriter(self._file, list(row), lineterminator="\n")
-            self._writer.writeheader()
-        self._writer.writerow(row)
+        self._rows.append(row)
+        missing = [key for key in row if key not in self._columns]
+        if missing:
+            # Written again: where a run goes on, more may be measured than where it was begun.
+            self._columns |= dict.fromkeys(missing)
+            self._file.truncate(0)
+            self._file.seek(0)
+        writer = csv.DictWriter(self._file, list(self._columns), lineterminator="\n")
+        if missing:
+            writer.writeheader()
+        writer.writerows(self._rows if missing else [row])
         self._file.flush()
 
     def close(self) -> None:
@@ -85,7 +92,7 @@ class CsvLog:
 
 
 class TensorBoardLog:
-    """Every key with a slash, as a scalar. A file of its own for each start; TensorBoard reads them in order.
+    """What a row measures, as scalars. A file of its own for each start; TensorBoard reads them in order.
 
     tensorboardX's SummaryWriter keeps rows in a queue that cannot be waited for, and a kill would lose them.
     """
@@ -102,7 +109,7 @@ class TensorBoardLog:
         """Returns when the row is on disk."""
         summary = Summary()
         for key, value in row.items():
-            if "/" in key:
+            if key not in _PLACE:
                 summary.MergeFrom(scalar(key, value))
         self._write(Event(wall_time=time.time(), step=row["step"], summary=summary))
 

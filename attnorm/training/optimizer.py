@@ -55,19 +55,27 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         muon = optax.contrib.muon(
             1.0,
             beta=config.beta1,
-            weight_decay=config.weight_decay,
             adam_b1=config.beta1,
             adam_b2=config.beta2,
-            adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=_hidden_matrices,
             consistent_rms=0.2,
         )
-        return optax.chain(clip, muon, optax.scale(-1.0))
+        return optax.chain(clip, muon, _scale_and_decay(-1.0, config.weight_decay))
     if config.beta2_exponent > 0:
         adam = scale_by_power_adam(config.beta1, config.beta2_exponent)
     else:
         adam = optax.scale_by_adam(config.beta1, config.beta2)
-    return optax.chain(clip, adam, optax.add_decayed_weights(config.weight_decay))
+    return optax.chain(clip, adam, _scale_and_decay(1.0, config.weight_decay))
+
+
+def _scale_and_decay(scale: float, weight_decay: float) -> optax.GradientTransformation:
+    """``scale update + weight_decay param``, without the decay where a normaliser learns: 0 is no rest there."""
+
+    def of_leaf(path, update, param):
+        name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+        return scale * update if "/learned/" in name else scale * update + weight_decay * param
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(of_leaf, updates, params))
 
 
 def _hidden_matrices(params):

@@ -14,10 +14,11 @@ class Profile:
     def __init__(self, directory: Path, steps: tuple[int, int] | None):
         self._directory = directory
         self._steps = steps
+        self.first_step = steps[0] if steps else None
         self._is_on = False
 
     def before(self, step: int) -> None:
-        if self._steps and step == self._steps[0]:
+        if step == self.first_step:
             jax.profiler.start_trace(str(self._directory))
             self._is_on = True
 

@@ -1,6 +1,6 @@
 """What a config makes before any array exists."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -9,7 +9,7 @@ from attnorm.training.ensemble import make_groups
 from attnorm.training.mesh import make_mesh
 from attnorm.training.optimizer import make_optimizer
 from attnorm.training.state import TrainState, abstract_state, init_state
-from attnorm.training.step import Metrics, TrainStep, make_evaluate, make_train_step
+from attnorm.training.step import TrainStep, make_evaluate, make_train_step
 from attnorm.training.task import Stage, Task
 
 
@@ -41,5 +41,6 @@ class Setup:
     def train_step(self, stage: Stage) -> TrainStep:
         return make_train_step(self.task, self.groups, self.optimizer, self.config, stage, self.mesh)
 
-    def evaluate(self) -> Callable[[TrainState], Metrics]:
+    def evaluate(self) -> jax.stages.Wrapped:
+        """See :func:`attnorm.training.step.make_evaluate`."""
         return make_evaluate(self.task, self.groups, self.config, self.mesh)

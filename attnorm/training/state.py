@@ -1,6 +1,7 @@
 """The state of a run: everything that a checkpoint holds."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,9 +74,17 @@ def abstract_state(
 
 def reset_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
     """The state with an optimiser that has seen nothing, placed as the one before."""
-    placed = jax.tree.map(lambda x: x.sharding, state.optimizer_state)
-    init = jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=placed)
+    places, structure = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, state.optimizer_state))
+    init = _jitted_init(optimizer, tuple(places), structure)
     return dataclasses.replace(state, optimizer_state=init(state.params))
+
+
+@functools.lru_cache(
+    maxsize=8
+)  # by what it is jitted for, so that a stage does not compile what one before has
+def _jitted_init(optimizer, places, structure):
+    placed = jax.tree.unflatten(structure, places)
+    return jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=placed)
 
 
 def _initializer(task, groups, optimizer, config):

@@ -70,10 +70,8 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))
 
 
-def make_evaluate(
-    task: Task, groups: Sequence[Group], config: TrainConfig, mesh: Mesh
-) -> Callable[[TrainState], Metrics]:
-    """``state -> metrics``, each with one number per member. Memory is that of one evaluation batch."""
+def make_evaluate(task: Task, groups: Sequence[Group], config: TrainConfig, mesh: Mesh) -> jax.stages.Wrapped:
+    """``state -> metrics``, each with one number per member, jitted. Memory is that of one evaluation batch."""
 
     @over(mesh)
     def evaluate(state: TrainState) -> Metrics:

@@ -47,6 +47,10 @@ class Task(Protocol):
           ConfigError: members or data that the task cannot use.
         """
 
+    @property
+    def fingerprint(self) -> str:
+        """Another one for other data under the same config; "" where the config says all. After `prepare`."""
+
     def init(self, key: PRNGKeyArray) -> tuple[Tree, Tree]:
         """Parameters, and the state that the forward pass updates, such as running statistics."""
 

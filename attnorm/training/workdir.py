@@ -14,6 +14,7 @@ except ModuleNotFoundError:  # not POSIX
     fcntl = None
 
 CONFIG = "config.json"
+DATA = "data.json"
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 METRICS_CSV = "metrics.csv"
@@ -41,7 +42,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def claimed(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> Iterator[None]:
+def claimed(
+    workdir: Path, config: Mapping[str, Any], outputs: Sequence[str], data: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """Makes the workdir this config's own, or checks that it is; writes nothing where it is not.
 
     Until the context ends, or the process dies, no other run can claim it. Windows and file systems without locks
@@ -51,33 +54,40 @@ def claimed(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) ->
       workdir: made where it does not exist.
       config: what JSON can hold; written once.
       outputs: the files, beside the loop's own, that the run will write.
+      data: a "fingerprint", and "facts" for messages; of what the run reads beside the config, if it reads any.
 
     Raises:
-      WorkdirError: the workdir cannot be written, holds a config that differs in more than the mesh, holds files
-        that would be overwritten, or another run is using it.
+      WorkdirError: the workdir cannot be written, holds a config that differs in more than the mesh, is of a run on
+        other data, holds files that would be overwritten, or another run is using it.
     """
     config = json.loads(json.dumps(config))
     with contextlib.ExitStack() as stack:
         try:
             workdir.mkdir(parents=True, exist_ok=True)
-            _check(workdir, config, outputs)
+            _check(workdir, config, outputs, data)
             stack.enter_context(_locked(workdir))
-            if not _check(workdir, config, outputs):  # again: another run may have been there first
+            if not _check(workdir, config, outputs, data):  # again: another run may have been there first
                 write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
+            if data and not (workdir / DATA).exists():
+                write_atomically(workdir / DATA, json.dumps(data, indent=2) + "\n")
         except OSError as error:
             raise WorkdirError(f"cannot write to --workdir={workdir}: {error.strerror}") from error
         yield
 
 
-def _check(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> bool:
+def _check(
+    workdir: Path, config: Mapping[str, Any], outputs: Sequence[str], data: Mapping[str, str] | None
+) -> bool:
     """Whether the workdir is already this config's own; an error where it cannot become that."""
     path = workdir / CONFIG
     if path.exists():
         _compare(path, config)
+        if data and (workdir / DATA).exists():
+            _compare_data(workdir / DATA, data)
         if not os.access(workdir, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return True
-    ours = (CHECKPOINTS, METRICS, METRICS_CSV, EVALUATIONS, TENSORBOARD, PROFILE, *outputs)
+    ours = (DATA, CHECKPOINTS, METRICS, METRICS_CSV, EVALUATIONS, TENSORBOARD, PROFILE, *outputs)
     foreign = [name for name in ours if (workdir / name).exists()]
     if foreign:
         raise WorkdirError(
@@ -125,6 +135,21 @@ def _compare(path: Path, config: Mapping[str, Any]) -> None:
         raise WorkdirError(
             f"{path.parent} was started with another config ({'; '.join(changed)}). Run with the same config to "
             "resume, or choose another --workdir."
+        )
+
+
+def _compare_data(path: Path, wanted: Mapping[str, str]) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        was, fingerprint = found["facts"], found["fingerprint"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WorkdirError(
+            f"{path} is damaged: {error!r}. Restore it, or choose another --workdir."
+        ) from error
+    if fingerprint != wanted["fingerprint"]:
+        raise WorkdirError(
+            f"{path.parent} was started with other data: {was} ({fingerprint}); now {wanted['facts']} "
+            f"({wanted['fingerprint']}). Restore the data to resume, or choose another --workdir."
         )
 
 

@@ -17,7 +17,11 @@ def config(**changes):
     model = {"features": 16, "output_norm": "none", "output_norm_eps": 0.0, "position": "rope"}
     task = {"length": 4, "num_steps": 10, "corpus": "python_manual", "output_rescale": "none"}
     task["model"] = model | {key: changes.pop(key) for key in tuple(changes) if key in model}
-    return {"task": "lm", "ensemble": {"seeds": [0, 1, 2]}, "lm": task | changes}
+    config = {"task": "lm", "ensemble": {"seeds": [0, 1, 2]}, "ema_decay": 0.0, "init_from": ""}
+    config["optimizer"] = {"learning_rate": 1e-3, "weight_decay": 0.1}
+    for section in (config["optimizer"], config):
+        section |= {key: changes.pop(key) for key in tuple(changes) if key in section}
+    return config | {"lm": task | changes}
 
 
 def loss(normalizer, output_norm, seed, bucket):
@@ -78,6 +82,11 @@ def test_runs_are_joined_by_variant_and_seed(runs):
     assert {row["output_norm"] for row in training} == {"none", "head_rms"}
 
 
+def test_runs_may_have_learning_rates_of_their_own(runs, tmp_path):
+    other = write_run(tmp_path / "other", ("softmax",), output_norm="head_layer", learning_rate=3e-3)
+    assert len(read_runs([*runs, other])[0].losses) == 8
+
+
 def test_table_names_what_differs_and_marks_the_trained_length(runs):
     lines = table(read_runs(runs)[0]).splitlines()
     assert lines[1].split() == ["b=2", "b=4", "b=8", "b=16"]
@@ -121,6 +130,9 @@ def test_command_writes_tables_and_figures(runs, tmp_path, capsys, monkeypatch):
     ("change", "message"),
     [
         ({"features": 32}, "config.lm.model.features is 16 and 32"),
+        ({"weight_decay": 0.0}, "config.optimizer.weight_decay is 0.1 and 0.0"),
+        ({"ema_decay": 0.9}, "config.ema_decay is 0.0 and 0.9"),
+        ({"init_from": "runs/a"}, "config.init_from is '' and 'runs/a'"),
         ({"corpus": "bible"}, "config.lm.corpus is 'python_manual' and 'bible'"),
         ({"num_steps": 20}, "results.csv is of step 10 of 20"),
         ({}, "both have normalizer softmax, output_norm none"),

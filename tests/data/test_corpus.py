@@ -1,5 +1,6 @@
 """The two sides of a corpus share no document, and every piece to evaluate on is from one document."""
 
+import tracemalloc
 import types
 
 import numpy as np
@@ -87,8 +88,8 @@ def test_corpora_that_cannot_be_used(folder):
 def test_pieces_are_of_one_document_each():
     stream = np.array([9, 1, 2, 3, 4, 5, 9, 6, 9, 7, 8], np.uint16)
     np.testing.assert_array_equal(pieces(stream, 2, 3, 9), [[9, 1, 2], [9, 3, 4], [9, 7, 8]])
-    np.testing.assert_array_equal(pieces(stream, 2, 2, 9), [[9, 1, 2], [9, 3, 4]])
-    np.testing.assert_array_equal(pieces(stream, 1, 4, 9)[:, 1], [1, 3, 5, 7])
+    np.testing.assert_array_equal(pieces(stream, 2, 2, 9), [[9, 1, 2], [9, 7, 8]])
+    np.testing.assert_array_equal(pieces(stream, 1, 5, 9)[:, 1], [1, 3, 6, 7, 8])
     message = "2 pieces of 4 tokens are needed, but .* have 1; the longest document has 5 tokens"
     with pytest.raises(ValueError, match=message):
         pieces(stream, 4, 2, 9)
@@ -96,6 +97,35 @@ def test_pieces_are_of_one_document_each():
 
 def test_unigram_entropy():
     assert unigram_entropy(np.array([7, 9, 7, 8, 7, 9, 7, 12])) == pytest.approx(1.75 * np.log(2))
+
+
+def test_unigram_entropy_of_what_does_not_fit_into_memory(tmp_path, monkeypatch):
+    ids = np.arange(2**18, dtype=np.uint16) % 1000
+    ids[0] = 3000  # the first part has the largest
+    ids.tofile(tmp_path / "tokens.bin")
+    frequencies = np.bincount(ids)[np.bincount(ids) > 0] / len(ids)
+    monkeypatch.setattr("attnorm.data.corpus._CHUNK", 5000)
+    stream = np.memmap(tmp_path / "tokens.bin", np.uint16, mode="r")
+    tracemalloc.start()
+    found = unigram_entropy(stream)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == pytest.approx(-np.sum(frequencies * np.log(frequencies)))
+    assert peak < 2**18
+
+
+def test_fingerprint_is_of_the_tokens(folder, tmp_path):
+    texts = [f"document {i}" for i in range(4)]
+    found = set()
+    for index, changed in enumerate((texts, [*texts[:3], "document 9"], texts)):
+        write_tokens(tmp_path / str(index), changed, BYTES)
+        found.add(open_corpus(str(tmp_path / str(index)), BYTES, held_out=0.5).fingerprint)
+    assert len(found) == 2
+    before = open_corpus(str(folder), BYTES, held_out=0.25)
+    assert open_corpus(str(folder), BYTES, held_out=0.25).fingerprint == before.fingerprint
+    (folder / "07.txt").write_text("document 8 é")
+    after = open_corpus(str(folder), BYTES, held_out=0.25)
+    assert after.fingerprint != before.fingerprint and after.facts == before.facts
 
 
 def test_bible_by_book(tmp_path, monkeypatch):

@@ -42,15 +42,33 @@ def test_pythons_manual_and_source_are_whole():
     assert sum(map(len, python_manual().values())) > 400_000
     source = python_source()
     assert list(source) == sorted(source, key=lambda name: Path(name).parts)
-    assert sum(map(len, source.values())) > 9_000_000
+    assert sum(map(len, source.values())) > 8_000_000
     assert Path(json.__file__).read_text(encoding="utf-8") == source["json/__init__.py"]
     assert not [
         name for name in source if "site-packages" in name or "/test/" in name or "sysconfigdata" in name
     ]
 
 
+def test_no_source_that_is_held_out_is_a_copy_of_what_is_trained_on():
+    train, held_out = split_corpus(python_source(), 0.1)
+    known = {line for text in train.values() for line in text.splitlines()}
+    copied = {}
+    for name, text in held_out.items():
+        lines = [line for line in text.splitlines() if len(line.strip()) >= 40]
+        if len(lines) >= 10:  # not a few of a licence
+            copied[name] = sum(line in known for line in lines) / len(lines)
+    assert len(copied) >= 20 and max(copied.values()) <= 0.5, copied
+
+
 def test_source_keeps_out_what_is_not_the_library(tmp_path, monkeypatch):
-    for name in ("abc.py", "site-packages/x.py", "json/tests/y.py", "_sysconfigdata_linux.py", "empty.py"):
+    for name in (
+        "abc.py",
+        "encodings/cp1.py",
+        "site-packages/x.py",
+        "json/tests/y.py",
+        "_sysconfigdata_linux.py",
+        "empty.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.py" else "x = 1\n")
     (tmp_path / "old.py").write_bytes("# -*- coding: latin1 -*-\nname = 'Ü'\n".encode("latin1"))
@@ -135,6 +153,9 @@ def test_trained_tokenizer(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.end_of_document not in tokenizer.encode(text)
     assert len(tokenizer.encode(SAMPLE)) < len(SAMPLE.encode())
+    spelled = "a text about <|endoftext|>, which goes on"
+    assert tokenizer.end_of_document not in tokenizer.encode(spelled)
+    assert tokenizer.decode(tokenizer.encode(spelled)) == spelled
     again = train_bpe(texts, 270, tmp_path / "again")
     np.testing.assert_array_equal(again.encode(SAMPLE), tokenizer.encode(SAMPLE))
     kept = (tmp_path / "new" / "tokenizer.json").read_bytes()

@@ -10,7 +10,7 @@ from attnorm.data.__main__ import main
 from attnorm.data.packing import join
 from attnorm.data.text import TextError
 from attnorm.data.tfds_text import tfds_texts
-from attnorm.data.tokenizers import ByteTokenizer, PretrainedTokenizer
+from attnorm.data.tokenizers import ByteTokenizer, PretrainedTokenizer, train_bpe
 from attnorm.data.tokens import TokensError, open_tokens, write_tokens
 
 TEXTS = ["one", "zwei", "três"]
@@ -71,9 +71,23 @@ def test_a_run_that_ends_between_naming_its_files_can_be_repeated(tmp_path, monk
     np.testing.assert_array_equal(open_tokens(tmp_path, BYTES), [256, *b"one"])
 
 
+def test_tokens_of_another_tokenizer_of_the_same_size_are_not_read(tmp_path):
+    pytest.importorskip("tokenizers")
+    first, second = (
+        train_bpe([text], 260, tmp_path / name) for name, text in (("a", "one two two"), ("b", "six ten ten"))
+    )
+    assert (first.vocab_size, first.end_of_document) == (second.vocab_size, second.end_of_document)
+    write_tokens(tmp_path / "tokens", ["one two"], first)
+    assert first.decode(open_tokens(tmp_path / "tokens", first)[1:]) == "one two"
+    with pytest.raises(TokensError, match="was written with fingerprint .*, but the tokenizer has"):
+        open_tokens(tmp_path / "tokens", second)
+
+
 def test_documents_without_tokens(tmp_path):
-    with pytest.raises(ValueError, match=r"documents\[1\] has no tokens"):
-        write_tokens(tmp_path / "a", ["one", ""], BYTES)
+    for text in ("", "x"):
+        message = rf"documents\[1\] must have at least 2 tokens, got {len(text)}"
+        with pytest.raises(ValueError, match=message):
+            write_tokens(tmp_path / "a", ["one", text], BYTES)
     with pytest.raises(ValueError, match="documents must hold at least one"):
         write_tokens(tmp_path / "b", [], BYTES)
 
@@ -149,6 +163,35 @@ def test_command_fits_a_tokenizer(tmp_path):
     stream = open_tokens(tmp_path / "out", tokenizer)
     assert stream[0] == tokenizer.end_of_document
     assert tokenizer.decode(stream[1:]) == "one two two two"
+
+
+def test_command_fits_a_tokenizer_to_the_first_documents(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    for name, text in (("a", "one two two two"), ("b", "six ten ten ten")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    arguments = [
+        "--corpus",
+        str(tmp_path),
+        "--fit-documents",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+    ]
+    assert main([*arguments, "bpe:260"]) == 0
+    tokenizer = PretrainedTokenizer(tmp_path / "out")
+    assert len(tokenizer.encode("two")) < len("two") and len(tokenizer.encode("ten")) == len("ten")
+    np.testing.assert_array_equal(
+        np.sum(open_tokens(tmp_path / "out", tokenizer) == tokenizer.end_of_document), 2
+    )
+    for number, kind, message in [
+        ("1", "bytes", "--fit-documents needs --tokenizer bpe:SIZE"),
+        ("0", "bpe:260", "--fit-documents must be a whole number > 0, got 0"),
+    ]:
+        arguments[3], arguments[5] = number, str(tmp_path / "other")
+        assert main([*arguments, kind]) == 1
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
 
 
 def test_command_that_was_cut_off_starts_again(tmp_path, monkeypatch, capsys):

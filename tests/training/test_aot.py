@@ -5,14 +5,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from attnorm.training import aot
+from attnorm.training.config import ConfigError
 from attnorm.training.loop import parse_config
+from attnorm.training.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/counting.py:runlocal"
 HUGE = ("--config.counting.model.features=65536", "--config.counting.model.num_heads=512")
-pytestmark = pytest.mark.slow
+
+
+def test_parts_that_do_not_divide_a_batch_are_an_error(toy, monkeypatch):
+    monkeypatch.setitem(TASKS, "toy", toy.ToyTask)
+    monkeypatch.setattr(aot, "tpu_devices", lambda topology: jax.devices())
+    with pytest.raises(ConfigError, match="accumulation_steps must divide the 8 rows of a batch"):
+        aot.compile_ahead(toy.config(accumulation_steps=3), "v5e:2x2")
 
 
 def run(*arguments):
@@ -21,6 +31,7 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_report_of_a_step_on_four_chips():
     result = run("--aot=v5e:2x2", "--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
     assert result.returncode == 0, result.stderr
@@ -28,6 +39,7 @@ def test_report_of_a_step_on_four_chips():
     assert "4 x TPU v5 lite" in out
     used, available = map(float, re.search(r"memory per device: ([\d.]+) GiB of ([\d.]+) GiB", out).groups())
     assert 0 <= used < available == 16
+    assert re.search(r"in evaluation: [\d.]+ GiB of 16.00 GiB", out)
     sys.path.insert(0, str(ROOT))
     from configs.counting import get_config
 
@@ -38,6 +50,7 @@ def test_report_of_a_step_on_four_chips():
     assert "MFU at most" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from attnorm.training.attention import make_attention
 from attnorm.training.config import ConfigError, MeshConfig
 from attnorm.training.ensemble import make_groups
 from attnorm.training.mesh import make_mesh
+from attnorm.training.workdir import WorkdirError
 from configs.lm import get_config
 
 LENGTH, EVAL_LENGTH = 16, 64
@@ -233,6 +235,26 @@ def test_run_learns_and_reports_by_position(run):
     assert (run / "loss_by_position.png").read_bytes().startswith(b"\x89PNG")
     curves, training = read_runs([run])
     assert curves.trained_length == LENGTH and {row["seed"] for row in training} == {3, 4}
+
+
+def test_a_text_that_has_changed_is_noticed_before_anything_is_written(run, corpus, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(run, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "8")
+    config = json.loads((workdir / "config.json").read_text())
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    text = (corpus / "07.txt").read_text()
+    try:
+        (corpus / "07.txt").write_text(text + " more")
+        with pytest.raises(WorkdirError, match="was started with other data: .*now .*Restore the data"):
+            loop.run(config, workdir)
+    finally:
+        (corpus / "07.txt").write_text(text)
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+    assert loop.run(config, workdir)
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss/l2/seed3"] for row in rows] == [row["loss/l2/seed3"] for row in whole]
 
 
 def test_model_of_a_run_is_measured_as_it_was_trained(run):

@@ -34,6 +34,23 @@ def test_a_resume_writes_every_later_row_again_and_no_row_twice(tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+def test_a_run_goes_on_where_more_is_measured(tmp_path):
+    record(tmp_path, 0, [1, 2])
+    recorder = Recorder(tmp_path, 2, num_steps=10, is_main=True)
+    recorder.add_metrics({"step": 3, "loss/a": 1 / 3, "wall/mfu": 0.5})
+    recorder.add_metrics({"step": 4, "loss/a": 1 / 4})
+    recorder.close()
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["step"], row["wall/mfu"]) for row in table] == [
+        ("1", ""),
+        ("2", ""),
+        ("3", "0.5"),
+        ("4", ""),
+    ]
+    assert [float(row["loss/a"]) for row in table] == [1 / step for step in range(1, 5)]
+
+
 def test_only_the_main_process_writes(tmp_path):
     recorder = Recorder(tmp_path, 0, num_steps=10, is_main=False)
     recorder.add_metrics({"step": 1, "loss/a": 1.0})
@@ -74,8 +91,11 @@ def scalars(directory):
 def test_tensorboard_has_every_row_that_was_synced_though_nothing_is_closed(tmp_path):
     recorder = Recorder(tmp_path, 0, num_steps=10, is_main=True)
     for step in range(1, 6):
-        recorder.add_metrics({"step": step, "loss/lp(p=2)/seed0": 1 / step})
+        recorder.add_metrics({"step": step, "learning_rate": 0.5, "loss/lp(p=2)/seed0": 1 / step})
     recorder.sync()
+    shown = scalars(tmp_path / "tensorboard")
+    assert shown.keys() == {"learning_rate", "loss/lp_p_2_/seed0", "wall/seconds"}
+    assert shown["learning_rate"] == {step: 0.5 for step in range(1, 6)}
     assert scalars(tmp_path / "tensorboard")["loss/lp_p_2_/seed0"] == pytest.approx(
         {step: 1 / step for step in range(1, 6)}
     )

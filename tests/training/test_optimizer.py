@@ -88,6 +88,17 @@ def test_muon_makes_the_updates_of_hidden_matrices_nearly_orthogonal():
         np.testing.assert_allclose(np.abs(tree), 1 + 0.9 * 0.1 / (1 - 0.9**2), rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weights_decay_and_what_a_normaliser_learns_does_not(name):
+    optimizer = make_optimizer(dataclasses.replace(CONFIG, name=name, weight_decay=0.1))
+    params = {
+        "attention": {"learned": {"p": jnp.full((2, 2), 3.0)}, "query": {"kernel": jnp.full((2, 3), 5.0)}}
+    }
+    update, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_array_equal(update["attention"]["learned"]["p"], 0)
+    np.testing.assert_allclose(update["attention"]["query"]["kernel"], 0.5, rtol=1e-6)
+
+
 def test_power_adam_is_the_published_recursion():
     gradients = np.random.default_rng(0).normal(size=(20, 3)) * np.array([1e-3, 1, 1e3])
     transformation = scale_by_power_adam(b1=0.9, exponent=0.8)

@@ -107,6 +107,28 @@ def test_two_processes_stop_together_and_one_goes_on_with_the_losses_of_one(
     np.testing.assert_allclose(found[:num_rows], expected[:num_rows], rtol=1e-3)
 
 
+def test_a_language_model_trains_alike_in_two_processes(tmp_path):
+    config = ["--config=configs/lm.py:runlocal", "--config.lm.batch_size=8"]
+    meshes = {"two": ["--config.mesh.data=2", "--config.mesh.fsdp=2"], "one": []}
+    found = {}
+    for index, (name, mesh) in enumerate(meshes.items()):
+        processes = start(2 - index, 2, "train.py", *config, *mesh, f"--workdir={tmp_path / name}")
+        codes, outputs = finish(processes)
+        assert not any(codes), outputs
+        rows = (tmp_path / name / "evaluations.jsonl").read_text().splitlines()
+        found[name] = (
+            losses(tmp_path / name),
+            [
+                value
+                for key, value in json.loads(rows[-1]).items()
+                if key.startswith(("loss/", "held_out_loss/"))
+            ],
+        )
+    assert len(found["one"][0]) == 5 and len(found["one"][1]) == 8
+    for two, one in zip(found["two"], found["one"], strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-3)
+
+
 def test_when_a_process_dies_the_others_stop_and_nothing_is_lost(tmp_path):
     command = [*COUNTING, "--config.mesh.fsdp=2", "--config.mesh.tensor=2", f"--workdir={tmp_path / 'run'}"]
     processes = start(4, 1, *command)
@@ -120,8 +142,10 @@ def test_when_a_process_dies_the_others_stop_and_nothing_is_lost(tmp_path):
         # The loop's message, or JAX's own where it was first to notice.
         assert "the same command resumes" in output or "JAX distributed service" in output, output
     step = max(committed(tmp_path / "run"))
-    (output,) = finish(
-        start(1, 1, *COUNTING, "--config.counting.steps_per_stage=400", f"--workdir={tmp_path / 'run'}")
-    )[1]
-    assert f"resuming after step {step}" in output
-    assert "finished" in output
+    processes = [start(1, 1, *COUNTING, f"--workdir={tmp_path / name}")[0] for name in ("run", "whole")]
+    codes, outputs = finish(processes)
+    assert codes == [0, 0] and f"resuming after step {step}" in outputs[0]
+    num_rows = 1 + min(step, 50) // 5  # of four processes, and before rounding tells
+    found, expected = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert len(found) == len(expected) == 81
+    np.testing.assert_allclose(found[:num_rows], expected[:num_rows], rtol=1e-3)

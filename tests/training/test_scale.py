@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from attnorm.training import loop
 from attnorm.training.checkpoint import Checkpointer
 from attnorm.training.config import ConfigError
+from attnorm.training.feed import eval_batch_rows
+from attnorm.training.mesh import AXES
 from attnorm.training.metrics import read_rows
 from attnorm.training.setup import Setup
-from attnorm.training.state import initial_ema
+from attnorm.training.state import initial_ema, reset_optimizer
 from attnorm.training.tasks import TASKS
 from attnorm.training.throughput import PEAK_FLOPS, Pace
 
@@ -193,11 +196,61 @@ def test_models_of_another_shape_are_named(toy_run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_may_go_on_with_another_mesh_alone(toy_run):
-    config, workdir = toy_run
-    assert loop.run({**config, "mesh": {"data": 1, "fsdp": -1, "context": 1, "tensor": 1}}, workdir)
+def test_a_run_may_go_on_with_another_mesh_alone(toy_run, tmp_path, capsys):
+    config, whole = toy_run
+    workdir = tmp_path / "run"
+    shutil.copytree(whole, workdir)
+    for step in (9, 10):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
     with pytest.raises(loop.files.WorkdirError, match=r"accumulation_steps was 2, now 1"):
         loop.run({**config, "accumulation_steps": 1}, workdir)
+    assert loop.run({**config, "mesh": {"data": 1, "fsdp": -1, "context": 1, "tensor": 1}}, workdir)
+    assert "resuming after step 6" in capsys.readouterr().out
+    assert exact(workdir) == exact(whole)
+
+
+def test_an_evaluation_that_fails_does_so_before_the_first_step(tmp_path, monkeypatch):
+    def evaluate(self, params, model_state, batch, attention):
+        raise NotImplementedError("no such evaluation")
+
+    monkeypatch.setattr(toy.ToyTask, "evaluate", evaluate)
+    with pytest.raises(NotImplementedError, match="no such evaluation"):
+        loop.run(toy.config(), tmp_path / "run")
+    assert read_rows(tmp_path / "run" / "metrics.jsonl") == []
+
+
+def test_batches_that_the_devices_do_not_share_are_said_to_be_on_each(toy_run, monkeypatch):
+    setup = Setup(*loop.parse_config(toy_run[0]))
+    assert eval_batch_rows(setup.task) == [24]
+    monkeypatch.setattr(setup, "mesh", AbstractMesh((16, 1, 1, 1), AXES))
+    run = loop._Run(setup, "", None, None, None)
+    assert "the 24 rows of an evaluation batch are no multiple" in run._undivided(24, "an evaluation batch")
+    assert run._undivided(32, "an evaluation batch") == ""
+
+
+def test_processes_with_other_data_than_the_first_are_named(monkeypatch):
+    loop._require_same_data("crc32 1")
+    monkeypatch.setattr(
+        loop.multihost_utils, "process_allgather", lambda own: np.array([own, own + 1, own, own + 2])
+    )
+    with pytest.raises(ConfigError, match="the data of process 1, 3 differ from those of process 0"):
+        loop._require_same_data("crc32 1")
+
+
+def test_a_fresh_optimizer_is_compiled_once(toy_run):
+    setup = Setup(*loop.parse_config(toy_run[0]))
+    state, traced = setup.init_state(), []
+    counted = setup.optimizer._replace(init=lambda params: traced.append(1) or setup.optimizer.init(params))
+    fresh = reset_optimizer(state, counted)
+    again = reset_optimizer(fresh, counted)
+    assert len(traced) == 1
+    jax.tree.map(np.testing.assert_array_equal, again.optimizer_state, state.optimizer_state)
+
+
+def test_a_trace_of_steps_that_the_run_has_not_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="profile_steps must be among the run's 10 steps, got 9-11"):
+        loop.run(toy.config(), tmp_path / "run", profile_steps=(9, 11))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

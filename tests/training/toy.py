@@ -31,6 +31,7 @@ def rows():
 class ToyTask:
     Config = ToyConfig
     outputs = ("toy.txt",)
+    fingerprint = ""
     num_eval_batches = 2
 
     def __init__(self, config):

@@ -79,6 +79,7 @@ class CountingTask:
 
     Config = CountingConfig
     outputs = (RESULTS, FIGURE)
+    fingerprint = ""
 
     def __init__(self, config: CountingConfig):
         self.config = config

@@ -203,6 +203,10 @@ class LMTask:
             f"evaluated on {num_pieces} pieces of {self.config.eval_length:,} of these tokens"
         )
 
+    @property
+    def fingerprint(self) -> str:
+        return self._corpus.fingerprint
+
     def init(self, key):
         model = self._model(self.config.model, nnx.Rngs(key))
         return nnx.to_pure_dict(nnx.state(model, nnx.Param)), {}
@@ -229,7 +233,10 @@ class LMTask:
         }
 
     def evaluate(self, params, model_state, batch, attention):
-        """The loss on packed rows, what attention does there, and the loss by position on long pieces."""
+        """The loss on packed rows, what attention does there, and the loss by position on long pieces.
+
+        All are means over the batches; so ``max_logit`` is that of the batches' maxima.
+        """
         rows = batch["rows"]
         inputs, targets = batch["pieces"][:, :-1], batch["pieces"][:, 1:]
         long = {
