@@ -25,6 +25,18 @@ def test_a_program_that_waits_or_gathers_is_a_failure():
     assert context._faults("all_gather", sent, length=1) == faults[:1]
 
 
+def test_what_an_implementation_does_not_serve_is_told_and_no_failure(monkeypatch):
+    def refuse(devices, length, sizes, normalizer, *_):
+        raise (NotImplementedError if normalizer == "alibi" else RuntimeError)("no")
+
+    monkeypatch.setattr(context, "tpu_devices", lambda topology: [0, 1])
+    monkeypatch.setattr(context, "_compile", refuse)
+    told = []
+    result = context.compile_only("v5e:2x2", 2, 8, ["alibi"], told.append)
+    assert result["failures"] == [] and "alibi, ring, 2 devices: no" in told
+    assert len(context.compile_only("v5e:2x2", 2, 8, ["l2"], told.append)["failures"]) == 4
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
