@@ -86,7 +86,7 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
 
 
-def over_explicit(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+def explicit_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
     """The sharding by those axes of a spec that are Explicit; over the others the compiler splits as it likes."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes = ([axis for axis in as_tuple(entry) if kinds[axis] == AxisType.Explicit] for entry in spec)

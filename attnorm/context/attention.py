@@ -21,7 +21,7 @@ from attnorm.context.order import Order
 from attnorm.kernels import tpu
 from attnorm.normalizers import Normalizer
 from attnorm.normalizers.rule import checked_floating
-from attnorm.sharding import Axes, as_tuple, check_division, over_explicit, platform_of
+from attnorm.sharding import Axes, as_tuple, check_division, explicit_sharding, platform_of
 from attnorm.tiling import round_up
 
 _log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _is_explicit(mesh, axis):
 
 def _moved(arrays, mesh, specs):
     """The arrays, split over Explicit axes as the specs say."""
-    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, over_explicit(mesh, spec)), arrays, specs)
+    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, explicit_sharding(mesh, spec)), arrays, specs)
 
 
 def _check_names(mesh, context_axis, batch_axes, head_axes, variant, order):
