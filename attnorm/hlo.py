@@ -26,7 +26,8 @@ _FUSED = "all-reduce-scatter"
 
 @dataclass(frozen=True)
 class Collective:
-    """One instruction: what it gives and what each device sends in one run of it, and how often it runs.
+    """One instruction: the bytes of the largest array that it gives, what each device sends in one run of it, of all
+    its arrays, and how often it runs.
 
     ``is_overlapped``: work stands between its start and its end; None where it has no separate start, or where
     nobody asked. Loops whose number of steps depends on data count once.
@@ -153,11 +154,11 @@ class _Program:
                 is_overlapped = any(map(is_work, _until_done(instructions[at + 1 :], one.name)))
             kind = one.operation.removesuffix("-start")
             if kind in KINDS:
-                size = _bytes_given(one)
-                sent = size * self._parts_sent(kind, one)
+                sizes = _bytes_given(one)
+                sent = sum(sizes) * self._parts_sent(kind, one)
                 if kind == "all-reduce" and computation.startswith(_FUSED):
                     kind, sent = "reduce-scatter", sent / 2
-                yield one.channel, Collective(kind, size, sent, times, is_in_loop, is_overlapped)
+                yield one.channel, Collective(kind, max(sizes), sent, times, is_in_loop, is_overlapped)
             inner = times * self._trips(one)
             for name in one.called:
                 in_loop = is_in_loop or one.operation == "while"
@@ -191,15 +192,15 @@ def _until_done(instructions, start):
         yield instruction
 
 
-def _bytes_given(instruction) -> int:
-    """Of the result, or of all of a tuple of them; a start gives its operands too."""
+def _bytes_given(instruction) -> list[int]:
+    """Of the result, or of each of a tuple of them; a start gives its operands too, which are left out."""
     sizes = [
         math.prod(map(int, filter(None, shape.split(",")))) * _bits(dtype) // 8
         for dtype, shape in _ARRAY.findall(instruction.type)
     ]
     if instruction.operation == "all-gather-start":
-        return sum(sizes[len(sizes) // 2 :])
-    return sizes[0] if instruction.operation == "collective-permute-start" else sum(sizes)
+        return sizes[len(sizes) // 2 :]
+    return sizes[:1] if instruction.operation == "collective-permute-start" else sizes
 
 
 def _bits(dtype) -> int:
