@@ -1,5 +1,6 @@
 """Attention over a split sequence: the same values and gradients as on one device, and what is refused."""
 
+import functools
 import itertools
 import logging
 
@@ -137,6 +138,23 @@ def test_implementations_are_those_of_the_platform_of_the_mesh(variant, monkeypa
         tried.clear()
         jax.eval_shape(lambda: attnorm.ring_attention(*[ROW] * 3, mesh=mesh, variant=variant))  # noqa: B023
         assert bool(tried) == is_tried
+
+
+def test_rows_that_see_one_key_have_gradients_rounded_as_without_a_ring():
+    """Their weight is 1 whatever the logit: what is left of large terms is the rounding of both."""
+    arrays = np.random.default_rng(0).normal(size=(4, 1, 32, 2, 16)).astype(np.float32)
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(AUTO,))
+
+    @jax.jit
+    def gradients(query, key, value, d_output):
+        results = []
+        for attend in (attnorm.dot_product_attention, functools.partial(attnorm.ring_attention, mesh=mesh)):
+            attend = functools.partial(attend, normalizer="softmax", local_window_size=0)
+            results.append(jax.vjp(attend, query, key, value)[1](d_output))
+        return results
+
+    alone, ring = gradients(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, ring, alone)
 
 
 def test_padding_is_told_once(caplog):
