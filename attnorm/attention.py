@@ -229,6 +229,11 @@ def implementations_of(normalizer: Normalizer) -> tuple[str, ...]:
     )
 
 
+def implementations_for(platform: str) -> tuple[str, ...]:
+    """The names of the implementations to try on a platform, best first."""
+    return _PREFERRED.get(platform, ("chunked", "reference"))
+
+
 def _module(name, normalizer):
     if name == "chunked" and "level" in normalizer.needs:
         return chunked_solver
@@ -248,7 +253,7 @@ def _not_served(normalizer, module):
 def _chosen(implementation, query, normalizer, dropout, precision):
     """The first of the implementations asked for that can serve the call."""
     if implementation is None:
-        names = _PREFERRED.get(jax.default_backend(), ("chunked", "reference"))
+        names = implementations_for(jax.default_backend())
     else:
         names = (implementation,) if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):

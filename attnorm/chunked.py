@@ -23,7 +23,7 @@ from attnorm.dropout import Dropout
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
 from attnorm.masks import Visibility, slice_tile
 from attnorm.normalizers.rule import Normalizer, Partial, combined, nothing_seen, prepared
-from attnorm.rows import sees_nothing
+from attnorm.rows import row_gradients, row_products, sees_nothing, sum_gradients
 from attnorm.tile_layout import (
     Operands,
     Sizes,
@@ -42,7 +42,6 @@ from attnorm.tile_layout import (
     pad_bias,
     places_of,
     query_tiles,
-    row_products,
     scan_tiles,
     stack_tiles,
     sum_to,
@@ -252,33 +251,26 @@ def _attend_backward(static, residuals, cotangents):
     sizes = static.sizes
     dtype = jnp.promote_types(query.dtype, jnp.float32)
 
-    # Row terms: the finaliser's backward. Let D = <d_output, Σ f v> = <d_output, output> / g.
     d_outputs = jnp.where(sees_nothing(stats), 0, query_tiles(sizes, d_output.astype(dtype)))
-    factor, pull_factor = jax.vjp(
-        lambda stats, rule: over_rows(rule, sizes).finalize(stats, m), stats, normalizer
-    )
-    if isinstance(factor, tuple):
-        delta = tuple(row_products(d_outputs, own, static) for own in sums)
-    else:
-        delta = row_products(d_outputs, query_tiles(sizes, sums).astype(dtype), static)
-        delta = delta / jnp.where(factor == 0, 1, factor)
-    d_stats, d_normalizer = pull_factor(delta)
+    if not isinstance(sums, tuple):
+        sums = query_tiles(sizes, sums)
+    rows = (sizes.nq, sizes.B, sizes.K, sizes.G * sizes.bq)
+
+    def products(own):
+        by_tile = (x.reshape(*rows, x.shape[-1]) for x in (d_outputs, own))
+        return row_products(*by_tile, static.precision).reshape(stats[0].shape)
+
+    delta = jax.tree.map(products, sums)
     if d_log_norm is not None:
-        _, pull_log_norm = jax.vjp(
-            lambda stats, rule: over_rows(rule, sizes).log_norm(stats, m), stats, normalizer
-        )
-        more = pull_log_norm(query_tiles(sizes, d_log_norm.astype(dtype)[..., None]))
-        d_stats, d_normalizer = jax.tree.map(jnp.add, (d_stats, d_normalizer), more)
-    # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
-    if isinstance(factor, tuple):
-        d_outputs = jnp.where(jnp.isnan(sum(factor)), 0, d_outputs)
-    else:
-        d_outputs = jnp.where(jnp.isnan(factor), 0, d_outputs * factor)
+        d_log_norm = query_tiles(sizes, d_log_norm[..., None])
+    factor, d_stats, d_rows = row_gradients(over_rows(normalizer, sizes), stats, m, delta, d_log_norm)
+    d_outputs = sum_gradients(d_outputs, factor)
 
     dq, dk, dv, d_bias, d_rule = _tile_gradients(static, *arrays, m, d_outputs, d_stats, factor)
     dq, dk, dv = (x.astype(own.dtype) for x, own in zip((dq, dk, dv), (query, key, value), strict=True))
     d_bias = None if bias is None else d_bias.astype(bias.dtype)
-    return dq, dk, dv, d_bias, jax.tree.map(jnp.add, d_normalizer, d_rule), None, None
+    d_normalizer = jax.tree.map(lambda own, of_tiles: own.reshape(of_tiles.shape) + of_tiles, d_rows, d_rule)
+    return dq, dk, dv, d_bias, d_normalizer, None, None
 
 
 def _tile_gradients(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from attnorm.cache import Cache, checked_counts, is_known, require_whole
+from attnorm.cache import Cache, check_vocabulary, checked_counts, is_known, require_whole
 
 # decode(params, tokens, cache, num_tokens) -> (logits, cache): the logits (B, V) after the last of each row's
 # num_tokens (B,) tokens (B, T), and the cache with them. Where num_tokens is 0 the logits mean nothing.
@@ -24,6 +23,9 @@ DecodeFn = Callable[
 
 # Longer prompts are taken in chunks of so many tokens, by one program.
 _CHUNK = 256
+
+# Positive numbers that float32 has.
+_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Generated(NamedTuple):
@@ -67,14 +69,16 @@ def generate(
       max_new_tokens: how many tokens to add, at most.
       prompt_lengths: how many tokens of each row are prompt; those after them are padding. By default all.
       temperature: logits are divided by it before a token is drawn; 0 takes the most probable token.
-      top_k: draw from that many most probable tokens.
-      top_p: draw from the fewest most probable tokens whose probabilities sum to at least that.
+      top_k: draw from that many most probable tokens; of equal ones, the first.
+      top_p: draw from the fewest most probable tokens whose probabilities sum to at least that; of equal ones, the
+        first.
       rng: a PRNG key, required where the temperature is positive.
       end: the token at which a row ends. All rows having ended, so does the loop.
 
     Raises:
       TypeError: an argument of another type; a ``decode`` that returns anything else.
-      ValueError: an empty prompt, more tokens than the cache has room for, or a number out of range, by name.
+      ValueError: an empty prompt, a token outside the vocabulary, more tokens than the cache has room for, or a
+        number out of range, by name.
 
     >>> import jax, jax.numpy as jnp
     >>> import attnorm
@@ -82,7 +86,7 @@ def generate(
     ...     last = jnp.take_along_axis(tokens, jnp.maximum(num_tokens - 1, 0)[:, None], axis=1)
     ...     return jax.nn.one_hot((last[:, 0] + params) % 5, 5), cache.advance(num_tokens)
     >>> cache = attnorm.make_cache(num_layers=1, batch_size=2, num_slots=9, num_key_value_heads=1, head_dim=1)
-    >>> out = attnorm.generate(decode, 1, cache, jnp.array([[7, 1], [3, 0]]), max_new_tokens=6,
+    >>> out = attnorm.generate(decode, 1, cache, jnp.array([[4, 1], [3, 0]]), max_new_tokens=6,
     ...     prompt_lengths=jnp.array([2, 1]), end=0)
     >>> print(out.tokens, out.lengths, out.cache.lengths)
     [[2 3 4 0 0 0]
@@ -95,6 +99,8 @@ def generate(
         require_whole("end", end, 0)
     chunk = min(prompt.shape[1], cache.longest_chunk, _CHUNK)
     _check_room(cache, prompt_lengths, max_new_tokens)
+    logits = _checked_logits(decode, params, cache, prompt.shape[0], chunk)
+    check_vocabulary("prompt", prompt, prompt_lengths, logits.shape[-1])
     return _generate(
         params,
         cache,
@@ -103,6 +109,7 @@ def generate(
         sampling,
         None if end is None else jnp.int32(end),
         decode=decode,
+        logits=logits,
         max_new_tokens=int(max_new_tokens),
         chunk=chunk,
         top_k=top_k,
@@ -118,12 +125,13 @@ class _Sampling(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("decode", "max_new_tokens", "chunk", "top_k"), donate_argnames="cache"
+    jax.jit, static_argnames=("decode", "logits", "max_new_tokens", "chunk", "top_k"), donate_argnames="cache"
 )
 def _generate(
-    params, cache, prompt, prompt_lengths, sampling, end, *, decode, max_new_tokens, chunk, top_k
+    params, cache, prompt, prompt_lengths, sampling, end, *, decode, logits, max_new_tokens, chunk, top_k
 ) -> Generated:
-    logits, cache = _prefill(decode, params, cache, prompt, prompt_lengths, chunk)
+    logits = jnp.zeros(logits.shape, logits.dtype)
+    logits, cache = _prefill(decode, params, cache, prompt, prompt_lengths, logits, chunk)
     B = prompt.shape[0]
 
     def add(step, tokens, lengths, ended, logits):
@@ -151,7 +159,7 @@ def _generate(
     return Generated(tokens, lengths, cache)
 
 
-def _prefill(decode, params, cache, prompt, prompt_lengths, chunk):
+def _prefill(decode, params, cache, prompt, prompt_lengths, logits, chunk):
     """The logits (B, V) after each prompt, and the cache with all prompts, which enter it chunk by chunk."""
     B, T = prompt.shape
     num_chunks = -(-T // chunk)
@@ -159,8 +167,6 @@ def _prefill(decode, params, cache, prompt, prompt_lengths, chunk):
     chunks = jnp.moveaxis(prompt.reshape(B, num_chunks, chunk), 1, 0)
     starts = jnp.arange(num_chunks)[:, None] * chunk
     counts = jnp.clip(prompt_lengths - starts, 0, chunk)
-    made = jax.eval_shape(decode, params, chunks[0], cache, counts[0])
-    _check_result(made, cache)
 
     def step(state, tokens_and_counts):
         logits, cache = state
@@ -168,24 +174,30 @@ def _prefill(decode, params, cache, prompt, prompt_lengths, chunk):
         more, cache = decode(params, tokens, cache, count)
         return (jnp.where(count[:, None] > 0, more, logits), cache), None
 
-    logits = jnp.zeros(made[0].shape, made[0].dtype)
     return jax.lax.scan(step, (logits, cache), (chunks, counts))[0]
 
 
 def _next_token(logits, step, sampling: _Sampling | None, top_k) -> Int[Array, "B"]:
     if sampling is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / sampling.temperature
+    logits = logits.astype(jnp.float32)
+    # From the largest on, so that no temperature makes it infinite.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     if top_k is not None:
-        least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        _, first = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
+        logits = _kept(logits, first, True)
     if sampling.top_p is not None:
-        ranked = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(ranked, axis=-1)
+        order = jnp.argsort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        least = jnp.min(jnp.where(before < sampling.top_p, ranked, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        logits = _kept(logits, order, before < sampling.top_p)
     return jax.random.categorical(jax.random.fold_in(sampling.rng, step), logits).astype(jnp.int32)
+
+
+def _kept(logits, tokens, which):
+    """The logits of those of the ``tokens`` (B, n), each at most once in a row, for which this holds; others are -inf."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return jnp.where(jnp.zeros(logits.shape, bool).at[rows, tokens].set(which), logits, -jnp.inf)
 
 
 # Checks.
@@ -212,12 +224,12 @@ def _checked_sampling(temperature, top_k, top_p, rng) -> _Sampling | None:
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
             raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be a finite number >= 0, got {temperature!r}")
+    if temperature != 0 and not _TINY <= temperature <= _HUGE:
+        raise ValueError(f"temperature must be 0, or from {_TINY:.3g} to {_HUGE:.3g}, got {temperature!r}")
     if top_k is not None:
         require_whole("top_k", top_k, 1)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
+    if top_p is not None and not _TINY <= top_p <= 1:
+        raise ValueError(f"top_p must be from {_TINY:.3g} to 1, got {top_p!r}")
     if temperature == 0:
         if (top_k, top_p) != (None, None):
             raise ValueError("top_k and top_p draw tokens, which needs temperature > 0, got 0")
@@ -240,9 +252,16 @@ def _check_room(cache, prompt_lengths, max_new_tokens):
         )
 
 
-def _check_result(made, cache):
-    """A TypeError where ``decode`` returns no (logits, cache) that fit."""
-    B = cache.lengths.shape[0]
+@functools.partial(jax.jit, static_argnames="decode")
+def _decode(params, tokens, cache, num_tokens, *, decode):
+    return decode(params, tokens, cache, num_tokens)
+
+
+def _checked_logits(decode, params, cache, B, chunk) -> jax.ShapeDtypeStruct:
+    """The logits (B, V) that ``decode`` gives; a TypeError where it returns no (logits, cache) that fit."""
+    tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, chunk), (B,)))
+    # Of a compiled function JAX remembers what it gives, and does not trace it again.
+    made = jax.eval_shape(functools.partial(_decode, decode=decode), params, tokens, cache, counts)
 
     def shapes(tree):
         return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -250,3 +269,4 @@ def _check_result(made, cache):
     is_pair = isinstance(made, tuple) and len(made) == 2 and shapes(made[1]) == shapes(cache)
     if not is_pair or getattr(made[0], "shape", ())[:-1] != (B,):
         raise TypeError(f"decode must return logits ({B}, V) and a cache like the one it got, got {made}")
+    return jax.ShapeDtypeStruct(made[0].shape, made[0].dtype)

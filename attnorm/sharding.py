@@ -81,6 +81,18 @@ def explicit_axes(
     return sharding.mesh, as_tuple(batch), as_tuple(heads)
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Of a mesh's devices, for which programs can be compiled elsewhere; of this process where it names none."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+
+
+def explicit_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+    """The sharding by those axes of a spec that are Explicit; over the others the compiler splits as it likes."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = ([axis for axis in as_tuple(entry) if kinds[axis] == AxisType.Explicit] for entry in spec)
+    return NamedSharding(mesh, PartitionSpec(*(tuple(own) or None for own in axes)))
+
+
 def is_partitioned_automatically(query: jax.Array) -> bool:
     """Whether the compiler may split the query over devices as it likes, as far as can be seen from here."""
     if isinstance(query, jax.Array) and not isinstance(query, jax.core.Tracer):

@@ -160,30 +160,6 @@ def sum_to(x, shape):
 
 # Arithmetic and control.
 
-# Rows whose products are taken at once, to use one from each.
-_ROWS_MULTIPLIED = 16
-
-
-def row_products(a, b, static):
-    """<a, b> of every row of two arrays in tiles of queries, (nq, B, K, G, bq, 1).
-
-    In a backward pass it is subtracted from products of one array and values, of which it is the largest part where
-    a row sees few keys. So in float32 it is rounded as they are, a row of a matrix product, and they cancel.
-    """
-    if a.dtype != jnp.float32:
-        return jnp.sum(a * b, axis=-1, keepdims=True)
-    rows = a.shape[3] * a.shape[4]
-    size = min(rows, _ROWS_MULTIPLIED)
-
-    def in_parts(x):
-        x = x.reshape(-1, rows, x.shape[-1])
-        x = jnp.pad(x, [(0, 0), (0, -rows % size), (0, 0)])
-        return x.reshape(-1, size, x.shape[-1])
-
-    products = dot("nih,njh->nij", in_parts(b), in_parts(a), static)
-    products = jnp.diagonal(products, axis1=-2, axis2=-1).reshape(a.shape[0] * a.shape[1] * a.shape[2], -1)
-    return products[:, :rows].reshape(*a.shape[:-1], 1)
-
 
 def dot(spec, a, b, static):
     """The product in float32 or wider; those of bfloat16 are exact at every precision."""

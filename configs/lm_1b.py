@@ -12,7 +12,11 @@ To compile it for a slice that is not there, without that corpus, and print its 
     python train.py --config=configs/lm_1b.py:corpus=python_source,tokenizer=bytes --config.lm.held_out=0.3 \
         --aot=v5e:4x4
 
-Hardware: 16 TPU v5e chips or more. Time: not run yet; 50,000 steps of 524,288 tokens.
+With rows of a million tokens, each split over 64 chips (`context`), `--aot=v5p:8x8x8` and the argument
+`length=1048576,context=64` beside these.
+
+Hardware: 16 TPU v5e chips or more. Time: not run yet; 50,000 steps of 524,288 tokens, or of 8 rows
+where these are longer.
 Expected: not run yet.
 """
 
@@ -23,24 +27,32 @@ from configs.lm import ARGUMENTS, language_model
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Arguments, after a colon: those of configs/lm.py but ``published`` and ``learned``."""
+    """Arguments, after a colon: those of configs/lm.py but ``published`` and ``learned``; ``length``, a power of two,
+    of a row in training; ``context``, how many devices split it."""
     sizes = {
-        "runlocal": ARGUMENTS["runlocal"] | {"tokenizer": "bytes"},
+        "runlocal": ARGUMENTS["runlocal"] | {"tokenizer": "bytes", "length": 16},
         "steps": 50_000,
         "learning_rate": 3e-4,
+        "length": 2048,
+        "context": 1,
     }
     argument = parse_argument(
         argument, **sizes, corpus="data/tokens", tokenizer="data/tokens", normalizer="l2"
     )
     argument.published = False
     config = language_model("lm_1b", argument, normalizers=(argument.normalizer,), seeds=(0,))
+    length = argument.length
+    config.lm.length = config.lm.model.max_length = length
+    config.mesh.context = argument.context
     if argument.runlocal:
+        config.lm.eval_length = max(config.lm.eval_length, length)
         return config
-    config.mesh = {"data": 1, "fsdp": -1, "context": 1, "tensor": 1}
-    config.lm.update({"held_out": 0.01, "length": 2048, "batch_size": 256, "logits_parts": 8})
-    config.lm.update({"eval_length": 16384, "num_eval_batches": 1})
-    config.lm.eval_batch_size = 64  # so that up to 64 chips share the pieces
-    config.lm.model.update({"vocab_size": 50304, "max_length": 2048, "num_layers": 24, "num_heads": 16})
+    config.mesh.update({"data": 1, "fsdp": -1})
+    config.lm.update({"held_out": 0.01, "batch_size": max(524_288 // length, 8), "logits_parts": 8})
+    config.lm.update({"eval_length": max(16384, length), "num_eval_batches": 1})
+    # So that up to 64 chips share the pieces, or the rows of a million tokens 1,024.
+    config.lm.eval_batch_size = max(1_048_576 // config.lm.eval_length, 16)
+    config.lm.model.update({"vocab_size": 50304, "num_layers": 24, "num_heads": 16})
     config.lm.model.update({"features": 2048, "dtype": "bfloat16", "remat": "full"})
     config.optimizer.schedule = "cosine"
     config.optimizer.cooldown_fraction = 0.0

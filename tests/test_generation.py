@@ -114,6 +114,30 @@ def test_draws_follow_the_probabilities():
     )
 
 
+def test_of_equal_probabilities_the_first_are_drawn():
+    def drawn(**options):
+        out = generate(
+            decode,
+            np.zeros((V, V), np.float32),
+            empty(202),
+            PROMPT[:, :1],
+            max_new_tokens=200,
+            rng=jax.random.key(0),
+            temperature=1.0,
+            **options,
+        )
+        return set(np.ravel(out.tokens).tolist())
+
+    assert drawn(top_k=2) == {0, 1}
+    assert drawn(top_p=0.4) == {0, 1, 2}
+
+
+def test_the_smallest_temperature_takes_the_most_probable_token():
+    least = float(np.finfo(np.float32).tiny)
+    out = run(rng=jax.random.key(0), temperature=least, top_p=least, prompt_lengths=LENGTHS)
+    np.testing.assert_array_equal(out.tokens, run(prompt_lengths=LENGTHS).tokens)
+
+
 def test_the_same_key_draws_the_same():
     options = dict(temperature=1.0, prompt_lengths=LENGTHS)
     first, again, other = (run(rng=jax.random.key(seed), **options).tokens for seed in (1, 1, 2))
@@ -156,10 +180,13 @@ def test_the_same_key_draws_the_same():
             "max_length = 12 tokens; row 1 has 0, its prompt 3, and max_new_tokens is 11",
         ),
         (ValueError, {"temperature": 1.0}, "rng must be a PRNG key where temperature = 1.0 > 0, got None"),
-        (ValueError, {"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0"),
+        (ValueError, {"temperature": -1.0}, r"temperature must be 0, or from 1.18e-38 to 3.4e\+38, got -1.0"),
+        (ValueError, {"temperature": 1e-46}, "temperature must be 0, or from 1.18e-38 .* got 1e-46"),
+        (ValueError, {"temperature": 1e39}, "temperature must be 0, or from 1.18e-38 .* got 1e\\+39"),
         (TypeError, {"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         (ValueError, {"top_k": 3}, "needs temperature > 0, got 0"),
-        (ValueError, {"top_p": 1.5, "temperature": 1.0}, r"top_p must be in \(0, 1\], got 1.5"),
+        (ValueError, {"top_p": 1.5, "temperature": 1.0}, "top_p must be from 1.18e-38 to 1, got 1.5"),
+        (ValueError, {"top_p": 1e-46, "temperature": 1.0}, "top_p must be from 1.18e-38 to 1, got 1e-46"),
         (ValueError, {"top_k": 0, "temperature": 1.0}, "top_k must be at least 1, got 0"),
         (ValueError, {"end": -1}, "end must be at least 0, got -1"),
         (TypeError, {"cache": {}}, r"cache must be a Cache, as of make_cache, got \{\}"),
@@ -183,6 +210,14 @@ def test_decode_that_returns_something_else(wrong):
         TypeError, match=r"decode must return logits \(2, V\) and a cache like the one it got"
     ):
         run(wrong)
+
+
+@pytest.mark.parametrize("token", [-1, V])
+def test_a_prompt_outside_the_vocabulary(token):
+    prompt = np.array([[1, 2, 3], [3, 0, token]])
+    with pytest.raises(ValueError, match=f"prompt must be from 0 to 5, of a vocabulary of 6, got {token}"):
+        run(prompt=prompt)
+    run(prompt=prompt, prompt_lengths=np.array([3, 2]))  # padding may be anything
 
 
 def test_the_last_token_needs_no_room():

@@ -1,10 +1,9 @@
 """Arithmetic that attention in plain JAX does in its own way, against the plain way."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnorm.tile_layout import Operands, Static, as_operand, row_products
+from attnorm.tile_layout import Operands, as_operand
 
 
 def test_rounding_to_bfloat16_is_that_of_a_cast():
@@ -20,10 +19,3 @@ def test_rounding_to_bfloat16_is_that_of_a_cast():
     np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
     keep = ~np.isnan(x)
     np.testing.assert_array_equal(got.view(np.uint16)[keep], expected.view(np.uint16)[keep])
-
-
-def test_products_of_rows():
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, 3, 1, 2, 2, 9, 5)).astype(np.float32)  # 18 rows in a tile: more than one part
-    got = jax.jit(lambda a, b: row_products(a, b, Static(None, 1.0, None, "highest")))(a, b)
-    np.testing.assert_allclose(got[..., 0], np.sum(a.astype(np.float64) * b, axis=-1), rtol=1e-5, atol=1e-6)

@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from attnorm import chunked
 from attnorm.arguments import checked_call
-from attnorm.attention import dot_product_attention
+from attnorm.attention import dot_product_attention, implementations_for
 from attnorm.context import gather, ring
 from attnorm.context.limits import Limits
 from attnorm.context.order import Order
 from attnorm.kernels import tpu
 from attnorm.normalizers import Normalizer
 from attnorm.normalizers.rule import checked_floating
-from attnorm.sharding import Axes, as_tuple, check_division
+from attnorm.sharding import Axes, as_tuple, check_division, explicit_sharding, platform_of
 from attnorm.tiling import round_up
 
 _log = logging.getLogger(__name__)
@@ -90,11 +90,12 @@ def ring_attention(
         :func:`attnorm.context.zigzag`, and so is the output, which saves the exchanges of every layer; 2n
         divides T and S.
       implementation: of the computation on each device; a name, a sequence of names to try in order, or None
-        for the best on this platform. A ring takes ``"chunked"`` and ``"pallas_tpu"``.
+        for the best on the platform of the mesh. A ring takes ``"chunked"`` and ``"pallas_tpu"``.
 
     Returns:
       The output (B, T, N, Hv), in query's dtype, split over the mesh; with ``return_log_norm`` also λ,
-      (B, T, N). Gradients are exact, also those of array parameters, which are summed over the mesh.
+      (B, T, N). Gradients are exact, also those of array parameters, which are summed over the mesh. A T that an
+      Explicit ``context_axis`` does not divide is whole on each of its devices.
 
     Raises:
       ValueError: an argument that is not accepted: an axis that the mesh lacks, a dimension that the axes do
@@ -135,6 +136,8 @@ def ring_attention(
     )
     if return_log_norm and type(call.normalizer).log_norm is Normalizer.log_norm:
         raise ValueError(f"return_log_norm: normalizer {call.normalizer} has no log-norm")
+    if implementation is None:
+        implementation = implementations_for(platform_of(mesh))
     names = _checked_implementations(implementation, call.normalizer) if variant == "ring" else None
     _check_sizes(call, mesh, context_axis, batch_axes, head_axes)
     query_order, key_order = _orders(call, context_axis, mesh.shape[context_axis], variant, order)
@@ -142,9 +145,7 @@ def ring_attention(
     arrays = _padded(call, query_order, key_order)
     specs = _specs(*arrays, context_axis, batch_axes or None, head_axes or None)
     if AxisType.Explicit in mesh.axis_types:
-        arrays = jax.tree.map(
-            lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), arrays, specs
-        )
+        arrays = _moved(arrays, mesh, specs)
     options = dict(scale=call.scale, logits_soft_cap=call.logits_soft_cap, precision=precision)
 
     def queries(x):
@@ -184,8 +185,21 @@ def ring_attention(
     of_output = specs[0], PartitionSpec(*specs[0][:3])
     out_specs = of_output if return_log_norm else of_output[0]
     results = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs)(*arrays)
-    results = jax.tree.map(lambda x: x[:, : call.query.shape[1]], results)
+    T = call.query.shape[1]
+    if _is_explicit(mesh, context_axis) and T % mesh.shape[context_axis]:
+        whole = jax.tree.map(lambda spec: PartitionSpec(spec[0], None, *spec[2:]), out_specs)
+        results = _moved(results, mesh, whole)
+    results = jax.tree.map(lambda x: x[:, :T], results)
     return results if call.batched else jax.tree.map(lambda x: x[0], results)
+
+
+def _is_explicit(mesh, axis):
+    return mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Explicit
+
+
+def _moved(arrays, mesh, specs):
+    """The arrays, split over Explicit axes as the specs say."""
+    return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, explicit_sharding(mesh, spec)), arrays, specs)
 
 
 def _check_names(mesh, context_axis, batch_axes, head_axes, variant, order):
@@ -215,8 +229,6 @@ def _checked_implementations(implementation, normalizer):
             f"variant 'ring': normalizer {normalizer} needs {', '.join(sorted(missing))}, which parts of a row do "
             "not tell; variant='all_gather' serves it"
         )
-    if implementation is None:
-        return ("pallas_tpu", "chunked") if jax.default_backend() == "tpu" else ("chunked",)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in names:
         if name not in (*_TILES, *_WITHOUT_PARTS):

@@ -25,8 +25,8 @@ from attnorm import _compat
 from attnorm.context.limits import Limits
 from attnorm.context.order import Order
 from attnorm.masks import Visibility
-from attnorm.normalizers.rule import Normalizer, Partial, merge, nothing_seen
-from attnorm.rows import sees_nothing
+from attnorm.normalizers.rule import Normalizer, merge, nothing_seen
+from attnorm.rows import row_gradients, row_products, sees_nothing, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,20 @@ def _attend_forward(static, query, key, value, normalizer, limits, counts):
 
 def _attend_backward(static, residuals, cotangents):
     query, key, value, normalizer, limits, counts, sums, (m, stats) = residuals
-    d_sums, d_stats, d_normalizer, factor = _row_gradients(normalizer, sums, m, stats, *cotangents)
+    d_output, d_log_norm = cotangents
+    d_output = jnp.where(sees_nothing(stats), 0, d_output.astype(stats[0].dtype))
+
+    def products(own):
+        by_block = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (d_output, own))
+        return row_products(*by_block, static.precision).reshape(stats[0].shape)
+
+    d_log_norm = None if d_log_norm is None else d_log_norm[..., None]
+    factor, d_stats, d_rows = row_gradients(
+        _over_rows(normalizer), stats, m, jax.tree.map(products, sums), d_log_norm
+    )
+    d_normalizer = jax.tree.map(lambda own: own[:, 0], d_rows)
+    d_sums = sum_gradients(d_output, factor)
+    factor = factor if isinstance(factor, tuple) else None
 
     def meet(gradients, own, other, key, value, visibility):
         dq, d_rule, dk, dv = gradients
@@ -132,31 +145,6 @@ def _attend_backward(static, residuals, cotangents):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _row_gradients(normalizer, sums, m, stats, d_output, d_log_norm):
-    """The finaliser's backward: the gradients of Σ f v, of the statistics and of the parameters.
-
-    With several numerators, instead of the first, d_output, and what it is to be multiplied by for each.
-    """
-    dtype = stats[0].dtype
-    d_output = jnp.where(sees_nothing(stats), 0, d_output.astype(dtype))
-    factor = _over_rows(normalizer).finalize(stats, m)
-    has_several = isinstance(factor, tuple)
-    if not has_several:
-        sums = sums.astype(dtype) / jnp.where(factor == 0, 1, factor)
-
-    def finalize(sums, stats, normalizer):
-        return Partial(sums, m, stats).finalize(_over_rows(normalizer))
-
-    _, pull = jax.vjp(finalize, sums, stats, normalizer)
-    d_log_norm = None if d_log_norm is None else d_log_norm.astype(dtype)[..., None]
-    d_sums, d_stats, d_normalizer = pull((d_output, d_log_norm))
-    # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones
-    # too.
-    if has_several:
-        return jnp.where(jnp.isnan(sum(factor)), 0, d_output), d_stats, d_normalizer, factor
-    return jnp.where(jnp.isnan(factor), 0, d_sums), d_stats, d_normalizer, None
 
 
 def _over_rows(normalizer):

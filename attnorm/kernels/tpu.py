@@ -44,7 +44,7 @@ from attnorm.kernels.settings import (
 from attnorm.kernels.tile import TRANSPOSED_AXES, Inputs, rule_tiles, spread
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer, Partial
-from attnorm.rows import row_gradients, sees_nothing
+from attnorm.rows import row_gradients, row_products, sees_nothing, sum_gradients
 from attnorm.tiling import even_block, round_up
 
 
@@ -218,10 +218,10 @@ def _attend_backward(static, residuals, cotangents):
     d_output, d_log_norm = cotangents
 
     d_output = jnp.where(sees_nothing(stats)[..., None], 0, d_output.astype(jnp.float32))
-    delta = _row_products(d_output, output, static.precision)
+    by_head = (jnp.swapaxes(x, 1, 2) for x in (d_output, output))
+    delta = jnp.swapaxes(row_products(*by_head, static.precision, LANES), 1, 2)
     g, d_stats, d_normalizer = row_gradients(normalizer, stats, m, delta, d_log_norm)
-    # Where the row state is NaN, f is at every key that the row sees; a NaN here would reach the hidden ones too.
-    d_accumulator = jnp.where(jnp.isnan(g)[..., None], 0, d_output * g[..., None])
+    d_accumulator = sum_gradients(d_output, g[..., None])
     *d_arrays, d_rule, none = _run_backward(static, arrays, m, d_accumulator, d_stats)
     return *d_arrays, jax.tree.map(jnp.add, d_normalizer, d_rule), none
 
@@ -249,21 +249,6 @@ def _partial_backward(static, residuals, cotangent):
 
 
 _partial.defvjp(_partial_forward, _partial_backward)
-
-
-def _row_products(d_output, output, precision):
-    """<d_output, output> of every row, (B, T, N) in float32.
-
-    The backward kernel subtracts it from products of d_output and values, of which it is the largest part where a row
-    sees few keys. In float32 it is rounded as they are, a row of a matrix product, so that they cancel.
-    """
-    if output.dtype != jnp.float32:
-        return jnp.sum(d_output * output.astype(jnp.float32), axis=-1)
-    B, T, N, Hv = output.shape
-    rows = round_up(T, LANES)
-    values, cotangents = (heads_first(x, rows, Hv).reshape(B, N, -1, LANES, Hv) for x in (output, d_output))
-    products = jnp.einsum("bncih,bncjh->bncij", values, cotangents, precision=precision)
-    return rows_last(jnp.diagonal(products, axis1=-2, axis2=-1).reshape(B, N, 1, rows), T)
 
 
 def _run_forward(static, query, key, value, bias, normalizer, visibility):

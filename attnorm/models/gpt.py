@@ -7,11 +7,12 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from attnorm import output_norms
-from attnorm.cache import Cache, checked_counts, make_cache
+from attnorm.cache import Cache, check_vocabulary, checked_counts, make_cache
 from attnorm.models.activations import split_over_mesh
 from attnorm.models.fields import require_types
 from attnorm.models.positions import (
@@ -401,8 +402,8 @@ class GPT(nnx.Module):
 
         Raises:
           TypeError: tokens or numbers that are not integers.
-          ValueError: no tokens, more of them than the cache has room for as far as its lengths are known, or another
-            shape than the cache's.
+          ValueError: no tokens, as far as they are known one outside the vocabulary, more of them than the cache has
+            room for as far as its lengths are known, or another shape than the cache's.
 
         >>> import functools, jax.numpy as jnp
         >>> from flax import nnx
@@ -488,6 +489,9 @@ class GPT(nnx.Module):
         T = tokens.shape[1]
         if num_tokens is not None:
             num_tokens = checked_counts("num_tokens", num_tokens, B, 0, T)
+        check_vocabulary(
+            "tokens", tokens, np.full(B, T) if num_tokens is None else num_tokens, self.config.vocab_size
+        )
         cache.check_room(T if num_tokens is None else num_tokens, T)
         return tokens, num_tokens
 

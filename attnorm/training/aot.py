@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from attnorm.hlo import traffic
 from attnorm.topology import tpu_devices
-from attnorm.training.collectives import traffic
 from attnorm.training.config import ConfigError
 from attnorm.training.feed import abstract_batch
 from attnorm.training.loop import parse_config, require_whole_parts

@@ -1,25 +1,28 @@
 """The attention that a task calls: a member's normaliser, on each device's own part of the arrays."""
 
 import functools
+import logging
 
-import jax
 from jax.sharding import Mesh
 
 import attnorm
+from attnorm import chunked
+from attnorm.attention import implementations_for
 from attnorm.normalizers import Normalizer
+from attnorm.sharding import platform_of
 from attnorm.training.config import ConfigError
 from attnorm.training.mesh import batch_axes
 from attnorm.training.task import Attention
 
-# What serves devices that programs are compiled for while this process runs on another platform.
-_ELSEWHERE = {"tpu": ("pallas_tpu", "chunked")}
+_log = logging.getLogger(__name__)
 
 
 def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
     """Attention by a normaliser over a mesh of :data:`attnorm.training.mesh.AXES`.
 
     The batch is split over `data` and `fsdp`, or not at all where these do not divide it; heads over `tensor`; with a
-    `context` axis, length too, by ring attention, or for a normaliser that it cannot serve by gathering all keys.
+    `context` axis, length too, by ring attention, or for a normaliser that it cannot serve by gathering all keys, which
+    is logged once.
 
     Raises:
       ConfigError: when called, numbers of heads that `tensor` does not divide; a single head of keys may be shared.
@@ -33,10 +36,7 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
     >>> attention(*jnp.ones((3, 1, 8, 2, 4)), is_causal=True).shape
     (1, 8, 2, 4)
     """
-    options = {"normalizer": normalizer}
-    platform = mesh.devices.flat[0].platform
-    if platform != jax.default_backend() and platform in _ELSEWHERE:
-        options["implementation"] = _ELSEWHERE[platform]
+    options = {"normalizer": normalizer, "implementation": implementations_for(platform_of(mesh))}
     head_axes = ("tensor",) if mesh.shape["tensor"] > 1 else ()
     if mesh.size == 1:
         return functools.partial(attnorm.dot_product_attention, **options)
@@ -49,12 +49,30 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
                     f"config.mesh.tensor must divide the {heads} {name} heads, got {mesh.shape['tensor']}"
                 )
         if mesh.shape["context"] > 1:
-            ring = functools.partial(attnorm.ring_attention, mesh=mesh, batch_axes=axes, head_axes=head_axes)
-            try:
-                return ring(query, key, value, **{**options, **given})
-            except NotImplementedError:  # of a normaliser whose rows cannot be merged from parts
-                return ring(query, key, value, variant="all_gather", **{**options, **given})
+            own = options | given
+            missing = own["normalizer"].needs - chunked.SERVES
+            if missing:
+                _log_once(type(own["normalizer"]).__name__, ", ".join(sorted(missing)))
+            return attnorm.ring_attention(
+                query,
+                key,
+                value,
+                mesh=mesh,
+                batch_axes=axes,
+                head_axes=head_axes,
+                variant="all_gather" if missing else "ring",
+                **own,
+            )
         bound = functools.partial(attnorm.dot_product_attention, **options)
         return attnorm.sharded(bound, mesh, axes, head_axes)(query, key, value, **given)
 
     return attention
+
+
+@functools.cache
+def _log_once(name, missing):
+    _log.warning(
+        "%s needs %s, which parts of a row do not tell: every device gathers the keys of the whole length",
+        name,
+        missing,
+    )

@@ -1,4 +1,4 @@
-"""The report on sequences that are split over devices, and how it reads a compiled program."""
+"""The report on sequences that are split over devices."""
 
 import importlib.util
 import json
@@ -10,57 +10,6 @@ import pytest
 
 from attnorm.bench import context
 from attnorm.bench.__main__ import main
-from attnorm.bench.collectives import Collective, collectives
-
-# Two transfers in a loop of seven steps, the first beside a kernel, the second waited for; one in a loop of
-# three.
-LOOP = """
-HloModule jit_f, is_scheduled=true
-
-%branch (p: f32[8,4]) -> f32[8,4] {
-  %p = f32[8,4]{1,0:T(8,128)} parameter(0)
-  ROOT %k = f32[8,4]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", metadata={op_name="x(y)"}
-}
-
-%body (arg: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
-  %arg = (s32[], bf16[8,4]{1,0}) parameter(0)
-  %start.1 = (bf16[8,4]{1,0:T(8,128)(2,1)}, bf16[8,4]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) collective-permute-start(%x)
-  %cond.1 = f32[8,4]{1,0} conditional(%i, %x, %x), branch_computations={%branch, %other}
-  %done.1 = bf16[8,4]{1,0} collective-permute-done(%start.1)
-  %start.12 = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[]) collective-permute-start(%y)
-  %add.1 = f32[8,4]{1,0} add(%x, %x)
-  %done.12 = bf16[8,4]{1,0} collective-permute-done(%start.12)
-  ROOT %out = (s32[], bf16[8,4]{1,0}) tuple(%i, %done.1)
-}
-
-%limit (arg: (s32[], bf16[8,4])) -> pred[] {
-  %constant.3 = s32[]{:T(128)} constant(3), metadata={op_name="jit(f)"}
-  %i.2 = s32[] get-tuple-element(%arg), index=0
-  ROOT %less = pred[] compare(%i.2, %constant.3), direction=LT
-}
-
-%body.2 (arg: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
-  %sent = bf16[2,4]{1,0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
-  ROOT %out.2 = (s32[], bf16[8,4]{1,0}) tuple(%i, %y)
-}
-
-ENTRY %main (q: bf16[8,4]) -> f32[] {
-  %gathered = bf16[32,4]{1,0} all-gather(%q), dimensions={0}
-  %loop = (s32[], bf16[8,4]{1,0}) while(%t), condition=%c.1, body=%body, backend_config={"known_trip_count":{"n":"7"}}
-  %loop.2 = (s32[], bf16[8,4]{1,0}) while(%t), condition=%limit, body=%body.2
-  ROOT %sum = f32[] all-reduce(%z), to_apply=%add
-}
-"""
-
-
-def test_collectives_are_counted_by_loops_and_seen_beside_work():
-    assert collectives(LOOP, "tpu_custom_call") == [
-        Collective("all-gather", bytes=256, times=1, is_in_loop=False, is_overlapped=None),
-        Collective("collective-permute", bytes=64, times=7, is_in_loop=True, is_overlapped=True),
-        Collective("collective-permute", bytes=64, times=7, is_in_loop=True, is_overlapped=False),
-        Collective("collective-permute", bytes=16, times=3, is_in_loop=True, is_overlapped=None),
-        Collective("all-reduce", bytes=4, times=1, is_in_loop=False, is_overlapped=None),
-    ]
 
 
 def test_a_program_that_waits_or_gathers_is_a_failure():
@@ -74,6 +23,18 @@ def test_a_program_that_waits_or_gathers_is_a_failure():
         "waits for 2 of the 3 transfers in loops",
     ]
     assert context._faults("all_gather", sent, length=1) == faults[:1]
+
+
+def test_what_an_implementation_does_not_serve_is_told_and_no_failure(monkeypatch):
+    def refuse(devices, length, sizes, normalizer, *_):
+        raise (NotImplementedError if normalizer == "alibi" else RuntimeError)("no")
+
+    monkeypatch.setattr(context, "tpu_devices", lambda topology: [0, 1])
+    monkeypatch.setattr(context, "_compile", refuse)
+    told = []
+    result = context.compile_only("v5e:2x2", 2, 8, ["alibi"], told.append)
+    assert result["failures"] == [] and "alibi, ring, 2 devices: no" in told
+    assert len(context.compile_only("v5e:2x2", 2, 8, ["l2"], told.append)["failures"]) == 4
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,11 @@ LM = {path.stem: path for path in CONFIGS if path.stem.startswith("lm")}
             {"num_steps": 10, "init_from": "runs/a", "schedule": "wsd"},
         ),
         ("lm_1b", "corpus=bible", {"corpus": "bible", "remat": "full", "fsdp": -1}),
+        (
+            "lm_1b",
+            "length=1048576,context=64",
+            {"length": 2**20, "max_length": 2**20, "context": 64, "batch_size": 8},
+        ),
     ],
 )
 def test_arguments_of_language_models(name, argument, expected):

@@ -50,16 +50,39 @@ CASES = {
     "mean": dict(normalizer="nap", params={"gain": PER_HEAD}, is_causal=True, log_norm=False),
     "without-maximum": dict(normalizer="sigmoid", is_causal=True, log_norm=False),
     "cross": dict(normalizer="l2", S=37, query_segment_ids=IDS, key_value_segment_ids=IDS[:, 5:42]),
+    "one-key-head": dict(normalizer="lp", params={"p": PER_HEAD}, is_causal=True, K=1),
+    "gathered-one-key-head": dict(
+        variant="all_gather", normalizer="lp", params={"p": PER_HEAD}, is_causal=True, K=1
+    ),
+    # In zigzag order, of which every device gathers the segment ids to count keys.
+    "counted-causal-segments": dict(
+        normalizer="ssmax", params={"h": PER_HEAD}, is_causal=True, query_segment_ids=IDS
+    ),
     "gathered": dict(
         variant="all_gather", normalizer="lp", params={"p": PER_HEAD}, is_causal=True, query_segment_ids=IDS
     ),
     "gathered-rows": dict(variant="all_gather", normalizer="entmax15", is_causal=True, log_norm=False),
 }
 
+# What hides keys, each to be seen on any number of devices.
+MASKS = (
+    "none",
+    "causal",
+    "window",
+    "window-causal",
+    "window-left",
+    "window-right",
+    "offset",
+    "offset-per-batch",
+    "lengths",
+    "counted-segments",
+    "cross",
+)
+
 
 def check(name, shape):
     options = dict(CASES[name])
-    query, key, value = make_arrays(B=2, T=T, S=options.pop("S", T), N=N, K=K, H=16, Hv=24)
+    query, key, value = make_arrays(B=2, T=T, S=options.pop("S", T), N=N, K=options.pop("K", K), H=16, Hv=24)
     devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
     attend = functools.partial(
         attnorm.ring_attention,

@@ -55,12 +55,15 @@ sums = re.findall(r"= (\\S+|\\(.*?\\)) all-reduce", text)
 assert sums and all(int(n) <= 4 for shape in sums for n in re.findall(r"\\[(\\d+)", shape)), sums
 """,
     "zigzag_order": """
-def in_zigzag(query, key, value, **more):
+def in_zigzag(query, key, value, *, variant, **more):
     arrays = (zigzag(x, 4) for x in (query, key, value))
-    results = ring(mesh(), order="zigzag", query_segment_ids=zigzag(ids, 4))(*arrays, **more)
+    options = dict(order="zigzag", variant=variant, query_segment_ids=zigzag(ids, 4))
+    results = ring(mesh(), **options)(*arrays, **more)
     return jax.tree.map(lambda x: unzigzag(x, 4), results)
 
-assert_near(jax.jit(gradients(in_zigzag))(query, key, value, b), expected)
+for variant in ("ring", "all_gather"):
+    attention = functools.partial(in_zigzag, variant=variant)
+    assert_near(jax.jit(gradients(attention))(query, key, value, b), expected)
 """,
     "explicit_axes": """
 devices = mesh(AxisType.Explicit)
@@ -68,6 +71,14 @@ split = NamedSharding(devices, P(None, "context", "tensor"))
 placed = [jax.device_put(x, split) for x in (query, key, value)]
 with jax.set_mesh(devices):
     assert_near(jax.jit(gradients(ring(devices)))(*placed, b), expected)
+# 4 devices divide 12, their 8 blocks neither; of the last mesh the heads' axis alone is Explicit.
+mixed = jax.make_mesh((4, 2), ("context", "tensor"), axis_types=(AxisType.Auto, AxisType.Explicit))
+for T, devices in ((10, devices), (12, devices), (10, mixed)):
+    arrays = [x[:, :T] for x in (query, key, value)]
+    short = dict(query_segment_ids=ids[:, 26 : 26 + T])
+    wanted = jax.jit(gradients(functools.partial(alone, **short)))(*arrays, b)
+    with jax.set_mesh(devices):
+        assert_near(jax.jit(gradients(ring(devices, **short)))(*arrays, b), wanted)
 """,
     "vmap_and_remat": """
 def members(query, key, value, b):
@@ -89,6 +100,13 @@ wanted = one_device(*wide)
 # Parts travel and merge in float32: no less exact than one device.
 error, error_of_one = (jnp.max(jnp.abs(x.astype(jnp.float32) - wanted)) for x in (output, one_device(*narrow)))
 assert error <= 1.25 * error_of_one, (error, error_of_one)
+
+got = jax.jit(gradients(ring(mesh())))(*narrow, b)[1]
+wanted = jax.jit(gradients(alone))(*wide, b)[1]
+for narrow_gradient, gradient in zip(got[:3], wanted[:3], strict=True):
+    assert narrow_gradient.dtype == jnp.bfloat16
+    error = np.max(np.abs(narrow_gradient.astype(jnp.float32) - gradient))
+    assert error <= 2**-6 * np.max(np.abs(gradient)), error
 """,
     "hidden_nan": """
 hidden = jnp.arange(64)[:, None, None] >= 48
@@ -97,6 +115,26 @@ lengths = jnp.array([48, 40])
 limited = dict(key_value_seq_lengths=lengths)
 got = jax.jit(gradients(ring(mesh(), **limited)))(query, *poisoned, b)
 assert_near(got, jax.jit(gradients(functools.partial(alone, **limited)))(query, key, value, b))
+""",
+    # Of hidden queries neither the numbers nor the cotangents reach anything.
+    "hidden_nan_queries": """
+limited = dict(query_seq_lengths=jnp.array([48, 40]), return_log_norm=True)
+hidden = jnp.arange(64)[:, None] >= limited["query_seq_lengths"][:, None, None]
+poisoned = jnp.where(hidden[..., None], jnp.nan, query)
+d_output = jax.random.normal(jax.random.key(1), query.shape)
+d_log_norm = jax.random.normal(jax.random.key(2), query.shape[:3])
+
+def pulled(attention, query, d_output, d_log_norm):
+    def function(query, key, value, b):
+        return attention(query, key, value, normalizer=attnorm.get_normalizer("sink", b=b), **limited)
+
+    (output, log_norm), pull = jax.vjp(function, query, key, value, b)
+    return output, jnp.where(hidden, 0, log_norm), pull((d_output, d_log_norm))
+
+clean = [jnp.where(hidden[..., None], 0, d_output), jnp.where(hidden, 0, d_log_norm)]
+marked = [jnp.where(hidden[..., None], jnp.nan, d_output), jnp.where(hidden, jnp.nan, d_log_norm)]
+got = jax.jit(functools.partial(pulled, ring(mesh())))(poisoned, *marked)
+assert_near(got, jax.jit(functools.partial(pulled, alone))(query, *clean))
 """,
 }
 
