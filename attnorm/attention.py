@@ -264,7 +264,7 @@ def _chosen(implementation, query, normalizer, dropout, precision):
         module = _module(name, normalizer)
         reason = _not_served(normalizer, module)
         if reason is None and hasattr(module, "supports"):
-            reason = module.supports(query, dropout, precision)
+            reason = module.supports(query, normalizer, dropout, precision)
         if reason is None:
             if reasons:
                 _log_once(name, "; ".join(reasons))

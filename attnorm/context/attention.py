@@ -241,7 +241,7 @@ def _chosen(names, query, normalizer, precision):
         missing = normalizer.needs - getattr(tiles, "SERVES", frozenset())
         reason = f"normalizer {normalizer} needs {', '.join(sorted(missing))}" if missing else None
         if reason is None and hasattr(tiles, "supports"):
-            reason = tiles.supports(query[0], None, precision)
+            reason = tiles.supports(query[0], normalizer, None, precision)
         if reason is None:
             return tiles
         reasons.append(f"{name}: {reason}")

@@ -28,7 +28,7 @@ from attnorm.dropout import Dropout
 from attnorm.finite import has_nonfinite, nan_where
 from attnorm.kernels import gpu_hopper, gpu_portable
 from attnorm.kernels.call import product_precision
-from attnorm.kernels.settings import config
+from attnorm.kernels.settings import config, device
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer
 from attnorm.rows import row_gradients, sees_nothing
@@ -38,8 +38,8 @@ _LARGEST_HEAD_DIM = 256
 _KERNELS = {"hopper": gpu_hopper, "portable": gpu_portable}
 
 
-def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+def supports(query: Array, normalizer: Normalizer, dropout: Dropout | None, precision) -> str | None:
+    """Why these kernels cannot serve a call with a normaliser whose ``needs`` they serve, or None."""
     if dropout is not None:
         return "dropout is not supported"
     if query.shape[-1] > _LARGEST_HEAD_DIM:
@@ -61,12 +61,8 @@ def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
 def _refusals(dtype):
     """Of each set of kernels that is allowed, why it cannot serve, or None."""
     names = _KERNELS if config.value.gpu is None else (config.value.gpu,)
-    device = None if config.value.interpret else _device()
-    return {name: _KERNELS[name].refusal(dtype, device) for name in names}
-
-
-def _device():
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    own = None if config.value.interpret else device()
+    return {name: _KERNELS[name].refusal(dtype, own) for name in names}
 
 
 def attend(

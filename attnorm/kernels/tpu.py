@@ -37,6 +37,7 @@ from attnorm.kernels.settings import (
     SUBLANES,
     backward_blocks,
     config,
+    device,
     dq_bytes,
     forward_blocks,
     vmem_bytes,
@@ -48,8 +49,8 @@ from attnorm.rows import row_gradients, sees_nothing
 from attnorm.tiling import even_block, round_up
 
 
-def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+def supports(query: Array, normalizer: Normalizer, dropout: Dropout | None, precision) -> str | None:
+    """Why these kernels cannot serve a call with a normaliser whose ``needs`` they serve, or None."""
     if dropout is not None:
         return "dropout is not supported"
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -62,6 +63,8 @@ def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
         return (
             "the query is replicated over Explicit axes; shard it along batch or heads, or use jax.shard_map"
         )
+    if not config.value.interpret and not device().device_kind.startswith("TPU"):
+        return f"it needs a TPU, this is {device().device_kind}"
     return None
 
 

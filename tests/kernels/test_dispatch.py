@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AxisType
 
 import attnorm
 from attnorm import attention, kernels
@@ -27,6 +27,24 @@ def test_a_named_kernel_that_cannot_serve_says_why(options, reason):
         options = {"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32}
     with pytest.raises(NotImplementedError, match=f"pallas_tpu: {reason}"):
         attnorm.dot_product_attention(*make_arrays(), implementation="pallas_tpu", **options)
+
+
+def test_a_machine_without_a_tpu_is_refused():
+    arrays = make_arrays(B=1, T=8, S=8)
+    with pytest.raises(NotImplementedError, match="pallas_tpu: it needs a TPU, this is cpu"):
+        attnorm.dot_product_attention(*arrays, implementation="pallas_tpu")
+    got = attnorm.dot_product_attention(*arrays, implementation=("pallas_tpu", "chunked"))
+    np.testing.assert_array_equal(got, attnorm.dot_product_attention(*arrays, implementation="chunked"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_mesh_of_tpus_is_served_from_elsewhere(size):
+    """As programs are compiled ahead of time, in training too."""
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((size,), ("data",), (AxisType.Auto,), abstract_device=device)
+    attend = functools.partial(attnorm.dot_product_attention, implementation="pallas_tpu")
+    program = jax.make_jaxpr(attnorm.sharded(attend, mesh, "data"))(*make_arrays(B=2, T=8, S=8))
+    assert "attnorm_forward" in str(program)
 
 
 def test_float64_is_refused():

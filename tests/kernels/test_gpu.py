@@ -20,6 +20,7 @@ from tests.contract.cases import Case
 from tests.contract.helpers import make_arrays, make_cotangents, oracle
 from tests.kernels.features import FUSED
 
+L2 = attnorm.get_normalizer("l2")
 INTERPRET = kernels.Config(interpret=True)
 HOPPER = kernels.Config(gpu="hopper", interpret=True)
 INTERPRETED = pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the interpreter comes with JAX 0.12")
@@ -49,7 +50,7 @@ def test_jax_without_triton_is_refused(monkeypatch):
 
 def test_the_version_decides():
     with kernels.config(HOPPER):
-        reason = gpu.supports(narrow(), None, None)
+        reason = gpu.supports(narrow(), L2, None, None)
     assert (reason is None) == (jax.__version_info__ >= (0, 12))
 
 
@@ -78,10 +79,10 @@ def test_a_set_of_kernels_that_does_not_exist_is_refused():
 
 def served_by(monkeypatch, dtype, **card):
     """Which kernels would serve a dtype on a card, and what all say."""
-    monkeypatch.setattr(gpu, "_device", lambda: SimpleNamespace(**card))
+    monkeypatch.setattr(gpu, "device", lambda: SimpleNamespace(**card))
     query = narrow(dtype=dtype)
     chosen = [name for name, reason in gpu._refusals(query.dtype).items() if reason is None]
-    return chosen[:1], gpu.supports(query, None, None)
+    return chosen[:1], gpu.supports(query, L2, None, None)
 
 
 @INTERPRETED
