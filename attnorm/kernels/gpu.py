@@ -45,7 +45,7 @@ def supports(query: Array, normalizer: Normalizer, dropout: Dropout | None, prec
     if query.shape[-1] > _LARGEST_HEAD_DIM:
         return f"head dim {query.shape[-1]} is not supported; up to {_LARGEST_HEAD_DIM} are"
     if product_precision(precision) is NotImplemented:
-        return f"precision {precision!r} is not supported"
+        return f"precision {precision or jax.config.jax_default_matmul_precision!r} is not supported"
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
     if sharding.is_replicated_over_explicit_axes(query):
@@ -105,7 +105,7 @@ def attend(
         logits_soft_cap=logits_soft_cap,
         left=visibility.left,
         right=visibility.right,
-        precision=precision,
+        precision=product_precision(precision),
         interpret=kernels.interpreter(config.value.interpret),
     )
     heads = query.shape[2:3]
