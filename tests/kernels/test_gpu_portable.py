@@ -24,6 +24,42 @@ def test_causal(monkeypatch):
     )
 
 
+def test_numerators_beyond_float16():
+    """Logits of 400 give squares of 160,000, and the sum over 32 keys of weights and values is 16,000."""
+    query, key, value = (
+        jnp.full((1, length, 1, 16), x, jnp.float16) for length, x in ((8, 10), (32, 10), (32, 0.1))
+    )
+
+    def attend(query, key, value):
+        return attnorm.dot_product_attention(
+            query, key, value, scale=0.25, normalizer="squared_relu", implementation="pallas_gpu"
+        )
+
+    with kernels.config(PORTABLE):
+        output, pull = jax.vjp(attend, query, key, value)
+        d_query, d_key, d_value = pull(jnp.full_like(output, 2.0**-10))
+    assert output.dtype == d_key.dtype == jnp.float16
+    np.testing.assert_allclose(output, 1.6e4, rtol=2e-3)
+    # Weights are 160,000 / 32, and 8 queries give to a value; a logit's slope is 2 · 400 / 32 times the product of
+    # cotangent and value, 16 features of which are summed.
+    np.testing.assert_allclose(d_value, 8 * 5000 / 1024, rtol=2e-3)
+    slope = 25 * 16 * 0.1 / 1024
+    np.testing.assert_allclose(d_query, 32 * slope * 0.25 * 10, rtol=2e-3)
+    np.testing.assert_allclose(d_key, 8 * slope * 0.25 * 10, rtol=2e-3)
+
+
+def test_the_kernels_for_hopper_refuse_numerators_beyond_float16():
+    query = jnp.ones((1, 8, 1, 16), jnp.float16)
+    with (
+        kernels.config(kernels.Config(gpu="hopper", interpret=True)),
+        pytest.raises(
+            NotImplementedError,
+            match="float16 is computed in float32 for a rule whose numerators are not bounded",
+        ),
+    ):
+        attnorm.dot_product_attention(query, query, query, normalizer="relu", implementation="pallas_gpu")
+
+
 # Every restriction once; all dtypes, head dims on either side of a tile, one and several tiles each way.
 FACTORS = {
     "restriction": [
