@@ -130,7 +130,9 @@ def _inputs(static, tiling, query, key, value, bias, normalizer, visibility, key
     if bias is not None:
         bias = pad_pairs(bias, T, S)
     if mask is not None:
-        mask = pad_pairs(mask.astype(jnp.int8), T, S)
+        mask = pad_pairs(mask, T, S)
+        # Triton counts in 32 bits, with a sign, up to 2^32 bytes: past 2^31 elements these must be more than a byte.
+        mask = mask.astype(jnp.int8 if mask.size <= 2**31 else jnp.int16)
         mask = jnp.swapaxes(mask, 2, 3) if keys_outer else mask
     broken, marks = None, (None,) * 3
     if hides(visibility):

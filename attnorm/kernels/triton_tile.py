@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     """Arrays of a kernel, or their blocks; absent ones are None. Letters as in attnorm.chunked; all are padded.
 
     query: (B, T, N, H), key: (B, S, K, H), value: (B, S, K, Hv).
-    bias, mask: (B|1, N|1, T|1, S|1), mask in int8; transposed (.., S|1, T|1) for a transposed tile.
+    bias, mask: (B|1, N|1, T|1, S|1), mask in integers; transposed (.., S|1, T|1) for a transposed tile.
     query_ids, key_ids: (B, T) and (B, S).
     rule: the normaliser, with parameters (N,).
     broken: (1,), whether anything is NaN or inf. Only where pairs can be hidden; then query, key and value have 0

@@ -1,5 +1,7 @@
 """The portable GPU kernels, interpreted: values and gradients against the float64 oracle."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 
 import attnorm
 from attnorm import kernels
+from attnorm.kernels import gpu_portable
+from attnorm.masks import Visibility
 from tests.contract import cases
 from tests.contract.cases import Case
 from tests.contract.helpers import make_arrays
@@ -58,6 +62,25 @@ def test_the_kernels_for_hopper_refuse_numerators_beyond_float16():
         ),
     ):
         attnorm.dot_product_attention(query, query, query, normalizer="relu", implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize("length, dtype", [(2**15, jnp.int8), (2**15 + 1, jnp.int16)])
+def test_a_mask_is_within_reach_of_offsets_of_32_bits(length, dtype):
+    """Whose largest is 2^31 - 1 where Triton's backend of Pallas takes them: for arrays of up to 2^32 bytes."""
+    T, S = 2**16, length
+    query, key = (jax.ShapeDtypeStruct((1, x, 1, 16), jnp.bfloat16) for x in (T, S))
+    mask = jax.ShapeDtypeStruct((1, 1, T, S), bool)
+
+    def padded_mask(query, key, mask):
+        static = SimpleNamespace(left=None, right=None)
+        seen = Visibility(num_queries=T, num_keys=S, mask=mask)
+        tiling = gpu_portable.Tiling(T, S, 64, 16)
+        inputs, _ = gpu_portable._inputs(
+            static, tiling, query, key, key, None, attnorm.get_normalizer("l2"), seen, keys_outer=False
+        )
+        return inputs.mask
+
+    assert jax.eval_shape(padded_mask, query, key, mask).dtype == dtype
 
 
 # Every restriction once; all dtypes, head dims on either side of a tile, one and several tiles each way.
