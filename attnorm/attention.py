@@ -95,7 +95,8 @@ def dot_product_attention(
     Returns:
       The output (B, T, N, Hv), in query's dtype; with ``return_log_norm`` also λ (B, T, N), in float32 (float64 for
       float64 inputs). Logits and sums are in float32 or wider. A row that sees no key is 0, with zero gradients and
-      λ = -inf (b for a sink). Keys, values and biases at hidden positions influence nothing, also when NaN.
+      λ = -inf (b for a sink). Keys, values and biases at hidden positions influence nothing, also when NaN. (A bias
+      of -inf gives a key no weight, but hides no NaN in its value.)
 
     Raises:
       ValueError: a shape, value, name or combination of arguments that is not accepted.

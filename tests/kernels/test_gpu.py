@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 import attnorm
 from attnorm import _compat, attention, kernels
 from attnorm.kernels import gpu
-from tests.contract import cases, test_grid
+from tests.contract import cases, test_grid, test_masked
 from tests.contract.cases import Case
 from tests.contract.helpers import make_arrays, make_cotangents, oracle
 from tests.kernels.features import FUSED
@@ -309,6 +309,17 @@ def test_a_visible_nan_breaks_the_gradients_of_whoever_sees_it_and_no_others():
         for a, b in zip(got, expected, strict=True):
             assert np.isnan(a[np.isnan(b)]).all()
             assert np.isfinite(a[:, [*range(53), *range(68, 130)]]).all()
+
+
+@INTERPRETED
+@pytest.mark.slow
+def test_a_bias_of_minus_infinity_hides_no_nan_of_a_value():
+    def attend(query, key, value, bias, **options):
+        narrow = (jnp.asarray(x, jnp.bfloat16) for x in (query, key, value))
+        return attnorm.dot_product_attention(*narrow, bias, implementation="pallas_gpu", **options)
+
+    with kernels.config(HOPPER):
+        test_masked.test_a_bias_of_minus_infinity_hides_no_nan_of_a_value(attend)
 
 
 @INTERPRETED

@@ -1,5 +1,6 @@
 """The portable GPU kernels, interpreted: values and gradients against the float64 oracle."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,7 @@ import attnorm
 from attnorm import kernels
 from attnorm.kernels import gpu_portable
 from attnorm.masks import Visibility
-from tests.contract import cases
+from tests.contract import cases, test_masked
 from tests.contract.cases import Case
 from tests.contract.helpers import make_arrays
 from tests.kernels.features import FUSED
@@ -125,6 +126,14 @@ def test_slow_case(case, monkeypatch):
 def test_bias(monkeypatch):
     case = Case(lengths=(97, 163), heads=(4, 2), batch=2, restriction="combination")
     check(case, monkeypatch, bias=True, config=PORTABLE)
+
+
+@pytest.mark.slow
+def test_a_bias_of_minus_infinity_hides_no_nan_of_a_value():
+    with kernels.config(PORTABLE):
+        test_masked.test_a_bias_of_minus_infinity_hides_no_nan_of_a_value(
+            functools.partial(attnorm.dot_product_attention, implementation="pallas_gpu")
+        )
 
 
 @pytest.mark.slow
