@@ -37,7 +37,7 @@ def attend(
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Output in query's dtype; there is no log-norm. No dimension may be 0."""
     T, S = query.shape[1], key.shape[1]
-    largest = min(chunked.default_block_sizes(query.shape[0] * query.shape[2]).query, _MOST_QUERIES)
+    largest = min(chunked.blocks_of(query).query, _MOST_QUERIES)
     sizes = chunked.sizes_of(query, key, chunked.BlockSizes(largest, S))
     arrays = (query, key, value, bias, visibility, normalizer, dropout)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.

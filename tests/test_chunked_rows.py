@@ -22,9 +22,10 @@ reference = functools.partial(attnorm.dot_product_attention, implementation="ref
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles():
     """Three tiles, the last partly filled."""
-    monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(16, 24))
+    with chunked.block_sizes(chunked.BlockSizes(16, 24)):
+        yield
 
 
 OPTIONS = {

@@ -81,8 +81,9 @@ def check(choice, implementation):
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(16, 16))
+def small_tiles():
+    with chunked.block_sizes(chunked.BlockSizes(16, 16)):
+        yield
 
 
 CHUNKED = [name for name in FORMULAS if "chunked" in implementations_of(attnorm.get_normalizer(name))]

@@ -157,7 +157,7 @@ def check(case, monkeypatch, bias=False, config=HOPPER):
     for results in (test_grid.oracle, test_grid.plain_results):
         results.cache_clear()  # which know a case by its name
     with kernels.config(config):
-        test_grid.check(case, "pallas_gpu", monkeypatch)
+        test_grid.check(case, "pallas_gpu")
     for results in (test_grid.oracle, test_grid.plain_results):
         results.cache_clear()
 

@@ -22,19 +22,19 @@ SLOW_CASES = pairwise(FACTORS | OWN, count=len(RESTRICTIONS) // 3, cost=2e8, see
 @pytest.mark.parametrize(
     "case", [case for case in NORMALIZER_CASES if case.normalizer in LAST.items()], ids=str
 )
-def test_normalizer(case, monkeypatch):
+def test_normalizer(case):
     with kernels.config(INTERPRET):
-        check(case, "pallas_tpu", monkeypatch)
+        check(case, "pallas_tpu")
 
 
 @pytest.mark.parametrize("case", FAST_CASES, ids=str)
-def test_case(case, monkeypatch):
+def test_case(case):
     with kernels.config(INTERPRET):
-        check(case, "pallas_tpu", monkeypatch)
+        check(case, "pallas_tpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW_CASES, ids=str)
-def test_slow_case(case, monkeypatch):
+def test_slow_case(case):
     with kernels.config(INTERPRET):
-        check(case, "pallas_tpu", monkeypatch)
+        check(case, "pallas_tpu")
