@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from attnorm import chunked
 from attnorm.arguments import checked_call
-from attnorm.attention import dot_product_attention
+from attnorm.attention import dot_product_attention, not_served
 from attnorm.context import gather, ring
 from attnorm.context.limits import Limits
 from attnorm.context.order import Order
@@ -238,8 +238,7 @@ def _chosen(names, query, normalizer, precision):
             reasons.append(f"{name}: gives no partial results")
             continue
         tiles = _TILES[name]
-        missing = normalizer.needs - getattr(tiles, "SERVES", frozenset())
-        reason = f"normalizer {normalizer} needs {', '.join(sorted(missing))}" if missing else None
+        reason = not_served(normalizer, tiles)
         if reason is None and hasattr(tiles, "supports"):
             reason = tiles.supports(query[0], normalizer, None, precision)
         if reason is None:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,20 @@ def test_a_sequence_of_names_falls_through_and_logs_once(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
     assert "chunked" in record.getMessage() and "pallas_tpu: dropout" in record.getMessage()
+
+
+def test_a_refusal_prints_no_numbers_of_an_array(caplog):
+    """It would have to wait for them, also where another implementation serves, and remember all that it ever met."""
+    rule = attnorm.get_normalizer("ssmax", h=np.float32([0.125, 0.25, 0.375, 0.5]))
+    arrays = make_arrays(B=1, T=8, S=8)
+    attend = functools.partial(attnorm.dot_product_attention, *arrays, normalizer=rule)
+    wanted = r"normalizer SSMax\(h=.*float32\[4\].*, c=0.0\) needs count, map"
+    attention._log_once.cache_clear()
+    with caplog.at_level(logging.DEBUG, "attnorm.attention"):
+        attend(implementation=("pallas_tpu", "chunked"))
+    assert re.search(wanted, caplog.text)
+    with pytest.raises(NotImplementedError, match=wanted):
+        attend(implementation="pallas_tpu")
 
 
 def test_a_tpu_prefers_its_kernels(monkeypatch):
