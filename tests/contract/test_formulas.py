@@ -48,14 +48,7 @@ FIRST = {name: choice for choice, (name, _) in reversed(list(enumerate(CHOICES))
 
 def check(choice, implementation):
     name, params = CHOICES[choice]
-    params = {
-        k: np.linspace(*x, 4).astype(np.float32)
-        if isinstance(x, tuple)
-        else x.astype(np.float32)
-        if isinstance(x, np.ndarray)
-        else x
-        for k, x in params.items()
-    }
+    params = oracles.as_arrays(params, 4)
     query, key, value = make_arrays(T=T, S=S, H=8)
     arrays = {"query": query, "key": key, "value": value}
     attend = functools.partial(
