@@ -11,7 +11,8 @@ from tests.kernels.features import FEATURES, FUSED, make_call
 
 
 def test_the_family_of_norms_and_constants_is_fused():
-    assert {"softmax", "l2", "lp", "linf", "sink", "softmax_plus_n"} <= set(FUSED)
+    assert {"softmax", "l2", "lp", "linf", "sink", "softmax_plus_n", "sigmoid", "general"} <= set(FUSED)
+    assert not {"ssmax", "gelu_l2", "entmax15", "stick_breaking"} & set(FUSED)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -131,7 +131,7 @@ def test_a_gpu_prefers_its_kernels_and_falls_back_with_a_reason(monkeypatch, cap
 def test_a_translated_rule_has_the_same_values_and_slopes(name):
     from attnorm.kernels.gpu_rule import translated
 
-    rule = attnorm.get_normalizer(name)
+    rule = attnorm.get_normalizer(name, **FUSED[name])
     s, m, df = np.random.default_rng(0).normal(size=(3, 8, 16)).astype(np.float32)
     s[0, :4] = -np.inf, -30, 1e-4, 30
     m = np.maximum(m, s.max(1, keepdims=True))
@@ -324,15 +324,21 @@ def test_a_bias_of_minus_infinity_hides_no_nan_of_a_value():
 
 @INTERPRETED
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["softplus", "softpick"])
+@pytest.mark.parametrize("name", ["softplus", "softpick", "sigmoid"])
 def test_rules_without_a_log_norm(name):
-    """And with functions that are translated."""
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in make_arrays(B=1, T=40, S=70, N=2, K=1)]
+    """And with functions that are translated, over several tiles each way."""
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in make_arrays(B=1, T=140, S=300, N=2, K=1)]
 
     def gradients(implementation):
         def attend(query, key, value):
             return attnorm.dot_product_attention(
-                query, key, value, normalizer=name, is_causal=True, implementation=implementation
+                query,
+                key,
+                value,
+                normalizer=attnorm.get_normalizer(name, **FUSED[name]),
+                is_causal=True,
+                query_offset=100,
+                implementation=implementation,
             )
 
         def both(*arrays):
