@@ -38,13 +38,13 @@ def test_a_machine_without_a_tpu_is_refused():
     np.testing.assert_array_equal(got, attnorm.dot_product_attention(*arrays, implementation="chunked"))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_mesh_of_tpus_is_served_from_elsewhere(size):
+@pytest.mark.parametrize("size, axes", [(1, None), (2, "data"), (2, None)])
+def test_a_mesh_of_tpus_is_served_from_elsewhere(size, axes):
     """As programs are compiled ahead of time, in training too."""
     device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((size,), ("data",), (AxisType.Auto,), abstract_device=device)
     attend = functools.partial(attnorm.dot_product_attention, implementation="pallas_tpu")
-    program = jax.make_jaxpr(attnorm.sharded(attend, mesh, "data"))(*make_arrays(B=2, T=8, S=8))
+    program = jax.make_jaxpr(attnorm.sharded(attend, mesh, axes))(*make_arrays(B=2, T=8, S=8))
     assert "attnorm_forward" in str(program)
 
 
