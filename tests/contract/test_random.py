@@ -87,7 +87,8 @@ def check(implementation):
             error = np.max(np.abs(np.where(is_empty, 0, got) - np.where(is_empty, 0, wanted)))
             assert error <= 16 * EPS * (1 + expected.largest_logit) * scale, f"{what}: {error}, scale {scale}"
 
-        assert_close("output", output, expected.output, np.max(np.abs(value)))
+        largest_sum = max(1, S ** (1 - 1 / p.max()))  # of the weights of a row whose p-norm is 1
+        assert_close("output", output, expected.output, np.max(np.abs(value)) * largest_sum)
         assert_close("log norm", log_norm, expected.log_norm, 1)
         for name, got in gradients.items():
             assert_close(f"gradient of {name}", got, expected.gradients[name], np.max(expected.terms[name]))
