@@ -50,5 +50,5 @@ def vary_like(tree: Any, other: Any) -> Any:
 
 def shape_dtype_struct(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
     """The shape of a kernel's output that varies over these mesh axes."""
-    varying = jax.sharding.ManualAxisType(varying=axes) if axes else None
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+    # Also where there are none: inside shard_map that must be said.
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))

@@ -95,7 +95,8 @@ def dot_product_attention(
     Returns:
       The output (B, T, N, Hv), in query's dtype; with ``return_log_norm`` also λ (B, T, N), in float32 (float64 for
       float64 inputs). Logits and sums are in float32 or wider. A row that sees no key is 0, with zero gradients and
-      λ = -inf (b for a sink). Keys, values and biases at hidden positions influence nothing, also when NaN.
+      λ = -inf (b for a sink). Keys, values and biases at hidden positions influence nothing, also when NaN. (A bias
+      of -inf gives a key no weight, but hides no NaN in its value.)
 
     Raises:
       ValueError: a shape, value, name or combination of arguments that is not accepted.
@@ -225,7 +226,7 @@ def attention_weights(
 def implementations_of(normalizer: Normalizer) -> tuple[str, ...]:
     """The names of the implementations that serve this normaliser."""
     return tuple(
-        name for name in _IMPLEMENTATIONS if _not_served(normalizer, _module(name, normalizer)) is None
+        name for name in _IMPLEMENTATIONS if not_served(normalizer, _module(name, normalizer)) is None
     )
 
 
@@ -242,12 +243,14 @@ def _module(name, normalizer):
     return _IMPLEMENTATIONS[name]
 
 
-def _not_served(normalizer, module):
+def not_served(normalizer, module):
     """What the normaliser needs and the implementation does not serve, or None."""
     missing = normalizer.needs - getattr(module, "SERVES", frozenset())
     if not missing:
         return None
-    return f"normalizer {normalizer} needs {', '.join(sorted(missing))}"
+    # Of arrays the types alone: to print their numbers would wait for the device, in a call that another will serve.
+    described = jax.tree.map(jax.typeof, normalizer)
+    return f"normalizer {described} needs {', '.join(sorted(missing))}"
 
 
 def _chosen(implementation, query, normalizer, dropout, precision):
@@ -267,9 +270,9 @@ def _chosen(implementation, query, normalizer, dropout, precision):
     reasons = []
     for name in names:
         module = _module(name, normalizer)
-        reason = _not_served(normalizer, module)
+        reason = not_served(normalizer, module)
         if reason is None and hasattr(module, "supports"):
-            reason = module.supports(query, dropout, precision)
+            reason = module.supports(query, normalizer, dropout, precision)
         if reason is None:
             if reasons:
                 _log_once(name, "; ".join(reasons))

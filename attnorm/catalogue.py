@@ -26,6 +26,8 @@ _HEADER = (
     "source",
 )
 _NOT_THERE = "—"
+# Parameters by which a normaliser becomes another rule, which other implementations serve than its default.
+_OTHER_RULES = {"sigmoid": {"b": 0.0}, "general": {"F": "gelu"}}
 
 
 def table() -> str:
@@ -59,11 +61,20 @@ def _row(name, times, cycles):
         f"`{formula}`",
         params,
         str(rule.passes),
-        ", ".join(implementations_of(rule)),
+        _implementations(name),
         *(_ratio(times.get(name, {}).get(direction)) for direction in contenders.PASSES),
         *(cycles[chip].get(name, _NOT_THERE) for chip in _CHIPS),
         source.group(1) if source else "",
     )
+
+
+def _implementations(name):
+    text = ", ".join(implementations_of(attnorm.get_normalizer(name)))
+    if other := _OTHER_RULES.get(name):
+        served = ", ".join(implementations_of(attnorm.get_normalizer(name, **other)))
+        given = ", ".join(f"{k} = {x}" if isinstance(x, str) else k for k, x in other.items())
+        text += f"; with {given}: {served}"
+    return text
 
 
 def _shown(default):

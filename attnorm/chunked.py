@@ -53,7 +53,17 @@ SERVES = frozenset({"map", "position", "count", "distance", "numerators", "erf"}
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """How many queries and keys a tile holds at most."""
+    """How many queries and keys a tile holds at most. Used as a context, also around ``jax.jit``:
+
+    >>> import jax.numpy as jnp
+    >>> import attnorm
+    >>> from attnorm import chunked
+    >>> query, key, value = jnp.ones((3, 1, 128, 2, 64))
+    >>> with chunked.block_sizes(chunked.BlockSizes(query=32, key=64)):
+    ...     out = attnorm.dot_product_attention(query, key, value, implementation="chunked")
+    >>> out.shape
+    (1, 128, 2, 64)
+    """
 
     query: int
     key: int
@@ -62,6 +72,15 @@ class BlockSizes:
         for name, size in (("query", self.query), ("key", self.key)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"block size {name} must be a positive int, got {size!r}")
+
+
+# None is the default for the number of heads.
+block_sizes = jax.make_user_context(None)
+
+
+def blocks_of(query: Float[Array, "B T N H"]) -> BlockSizes:
+    """Those of the context, or the default."""
+    return block_sizes.value or default_block_sizes(query.shape[0] * query.shape[2])
 
 
 def default_block_sizes(num_heads: int) -> BlockSizes:
@@ -82,10 +101,9 @@ def attend(
     logits_soft_cap: float | None,
     dropout: Dropout | None,
     precision,
-    block_sizes: BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"] | None]:
     """Output in query's dtype, and the log-norm in float32 or wider. No dimension may be 0."""
-    sizes = sizes_of(query, key, block_sizes)
+    sizes = sizes_of(query, key, blocks_of(query))
     static = Static(sizes, scale, logits_soft_cap, precision)
     arrays = (query, key, value, bias, normalizer, visibility, dropout)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
@@ -103,7 +121,6 @@ def partial_attend(
     scale: float,
     logits_soft_cap: float | None,
     precision,
-    block_sizes: BlockSizes | None = None,
 ) -> Partial:
     """The row state over these keys only, (B, T, N, ...), to be merged with that over others. Not differentiable.
 
@@ -112,7 +129,7 @@ def partial_attend(
     """
     if "count" in normalizer.needs and visibility.num_visible is None:
         raise ValueError(f"normalizer {normalizer} depends on the number of all keys, got a part of them")
-    sizes = sizes_of(query, key, block_sizes)
+    sizes = sizes_of(query, key, blocks_of(query))
     static = Static(sizes, scale, logits_soft_cap, precision)
     state = _forward(static, query, key, value, bias, normalizer, visibility, None)
     return jax.tree.map(lambda x: from_query_tiles(sizes, x), state)
@@ -132,14 +149,13 @@ def partial_gradients(
     scale: float,
     logits_soft_cap: float | None,
     precision,
-    block_sizes: BlockSizes | None = None,
 ) -> tuple[Array, Array, Array, Normalizer]:
     """What these keys add to dq and to the parameters' gradients, and their own dk and dv, in float32 or wider.
 
     From the reference m of whole rows, held constant, and the gradients of their ``Σ f v`` and statistics. Of several
     numerators the first are ``factor`` times ``d_output``.
     """
-    sizes = sizes_of(query, key, block_sizes)
+    sizes = sizes_of(query, key, blocks_of(query))
     static = Static(sizes, scale, logits_soft_cap, precision)
     rows = jax.tree.map(functools.partial(query_tiles, sizes), (m, d_output, d_stats, factor))
     dq, dk, dv, _, d_normalizer = _tile_gradients(
@@ -148,10 +164,9 @@ def partial_gradients(
     return dq, dk, dv, d_normalizer
 
 
-def sizes_of(query, key, block_sizes):
+def sizes_of(query, key, blocks: BlockSizes):
     B, T, N, _ = query.shape
     _, S, K, _ = key.shape
-    blocks = block_sizes or default_block_sizes(B * N)
     return Sizes(B, T, S, K, N // K, _block(T, blocks.query), _block(S, blocks.key))
 
 

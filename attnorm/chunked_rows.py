@@ -37,7 +37,7 @@ def attend(
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Output in query's dtype; there is no log-norm. No dimension may be 0."""
     T, S = query.shape[1], key.shape[1]
-    largest = min(chunked.default_block_sizes(query.shape[0] * query.shape[2]).query, _MOST_QUERIES)
+    largest = min(chunked.blocks_of(query).query, _MOST_QUERIES)
     sizes = chunked.sizes_of(query, key, chunked.BlockSizes(largest, S))
     arrays = (query, key, value, bias, visibility, normalizer, dropout)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
@@ -47,19 +47,25 @@ def attend(
         return reference.attend(query, key, value, bias, visibility, normalizer, dropout=dropout, **options)
     padding = sizes.nq * sizes.bq - T
     padded = visibility.padded(T + padding, S)
+
+    def in_tiles(x, axis):
+        """x, padded, with the number of the tile of queries as its first axis."""
+        x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
+        x = x.reshape(*x.shape[:axis], sizes.nq, sizes.bq, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    # A bias for every query is cut beforehand: else each tile would add a gradient of the size of the whole.
+    of_all, of_tiles = bias, None
     if bias is not None and bias.shape[2] != 1:
-        bias = jnp.pad(bias, [(0, 0), (0, 0), (0, padding), (0, 0)])
+        of_all, of_tiles = None, in_tiles(bias, axis=2)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # inside a loop there is nothing to prevent
-    def tile(start, query):
-        own_bias = bias
-        if bias is not None and bias.shape[2] != 1:
-            own_bias = jax.lax.dynamic_slice_in_dim(bias, start, sizes.bq, axis=2)
+    def tile(start, query, own_bias):
         output, _ = reference.attend(
             query,
             key,
             value,
-            own_bias,
+            of_all if own_bias is None else own_bias,
             padded.from_row(start, sizes.bq),
             normalizer,
             dropout=None if dropout is None else dropout.from_row(start),
@@ -67,8 +73,6 @@ def attend(
         )
         return output
 
-    queries = jnp.pad(query, [(0, 0), (0, padding), (0, 0), (0, 0)])
-    queries = jnp.moveaxis(queries.reshape(sizes.B, sizes.nq, sizes.bq, *query.shape[2:]), 1, 0)
     starts = sizes.bq * jnp.arange(sizes.nq, dtype=jnp.int32)
-    output = jax.lax.map(lambda args: tile(*args), (starts, queries))
+    output = jax.lax.map(lambda args: tile(*args), (starts, in_tiles(query, axis=1), of_tiles))
     return jnp.moveaxis(output, 0, 1).reshape(sizes.B, -1, *output.shape[3:])[:, :T], None

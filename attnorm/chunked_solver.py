@@ -12,6 +12,7 @@ Axes and layout are those of :mod:`attnorm.tile_layout`.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -62,13 +63,11 @@ def attend(
     logits_soft_cap: float | None,
     dropout: Dropout | None,
     precision,
-    block_sizes: chunked.BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], None]:
     """Output in query's dtype; there is no log-norm. No dimension may be 0."""
-    if block_sizes is None:
-        default = chunked.default_block_sizes(query.shape[0] * query.shape[2])
-        block_sizes = chunked.BlockSizes(min(default.query, _MOST_QUERIES), default.key)
-    static = Static(chunked.sizes_of(query, key, block_sizes), scale, logits_soft_cap, precision)
+    blocks = chunked.blocks_of(query)
+    blocks = replace(blocks, query=min(blocks.query, _MOST_QUERIES))
+    static = Static(chunked.sizes_of(query, key, blocks), scale, logits_soft_cap, precision)
     arrays = (query, key, value, bias, normalizer, visibility, dropout)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
     return _attend(static, *_compat.vary_alike(arrays)), None

@@ -130,7 +130,7 @@ def _cut(x: Float[Array, "B S K H"], num_parts: int) -> Float[Array, "P*B S/P K 
 
 
 def _partial_attend(query, key, value, visibility, normalizer, **options) -> Partial:
-    is_served = not normalizer.needs and tpu.supports(query, None, options["precision"]) is None
+    is_served = not normalizer.needs and tpu.supports(query, normalizer, None, options["precision"]) is None
     module = tpu if jax.default_backend() == "tpu" and is_served else chunked
     return module.partial_attend(query, key, value, None, visibility, normalizer, **options)
 

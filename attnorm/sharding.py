@@ -58,7 +58,8 @@ def sharded(
     def wrapped(query, key, value, bias=None, mask=None, **options):
         named = {**bound, **options, "query": query, "key": key, "value": value}
         named |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
-        jax.eval_shape(lambda: attention(**named))  # for its checks, which speak of the whole arrays
+        # For its checks, which speak of the whole arrays; on which device these will be is not known here.
+        jax.eval_shape(lambda: attention(**{**named, "implementation": "reference"}))
         return _call(attention, named, mesh, batch_axes, head_axes, set(mesh.axis_names))
 
     return wrapped

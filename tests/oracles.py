@@ -424,6 +424,18 @@ def choices(name):
     return [(name, params) for params in (ORACLES | FORMULAS)[name].choices]
 
 
+def as_arrays(params, heads):
+    """Parameters as the package takes them: arrays in float32, one number per head for a pair."""
+    return {
+        k: np.linspace(*x, heads, dtype=np.float32)
+        if isinstance(x, tuple)
+        else x.astype(np.float32)
+        if isinstance(x, np.ndarray)
+        else x
+        for k, x in params.items()
+    }
+
+
 def row_weights(name, logits, row, params):
     """Weights and log norm of one row of visible logits."""
     if name in ORACLES:

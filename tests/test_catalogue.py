@@ -9,9 +9,11 @@ import pytest
 
 import attnorm
 from attnorm import catalogue
+from attnorm.attention import implementations_of
 from attnorm.bench import contenders, cost
 from attnorm.catalogue import table
 from attnorm.normalizers import registry
+from tests import oracles
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -34,8 +36,30 @@ def test_every_normaliser_has_a_row_with_its_formula_and_source():
         assert int(passes) >= 1
         assert "reference" in implementations
         assert all(re.fullmatch(r"—|\d+\.\d\d(, \d+\.\d\d)?", number) for number in numbers), name
-        assert bool(source) == (name not in ("softmax", "linf")), name
+        assert source, name
     assert rows["lp"][1] == "p = 2"
+
+
+def test_implementations_are_those_of_every_rule_that_parameters_make():
+    for name, row in cells().items():
+        shown = {frozenset(text.split(": ")[-1].split(", ")) for text in row[3].split("; ")}
+        found = set()
+        for _, params in oracles.choices(name):
+            rule = attnorm.get_normalizer(name, **oracles.as_arrays(params, heads=4))
+            found.add(frozenset(implementations_of(rule)))
+        assert found == shown, name
+
+
+def test_every_normaliser_that_chunked_serves_is_measured():
+    measured = {
+        name
+        for run in json.loads((ROOT / "attnorm" / "bench" / "results" / "cost.json").read_text())["runs"]
+        for name in run["ratios"]
+    }
+    served = {
+        name for name in attnorm.normalizer_names() if "chunked" in implementations_of(contenders.rule(name))
+    }
+    assert not served - measured
 
 
 def test_costs_are_those_of_the_committed_reports():

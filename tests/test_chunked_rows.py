@@ -22,9 +22,10 @@ reference = functools.partial(attnorm.dot_product_attention, implementation="ref
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles():
     """Three tiles, the last partly filled."""
-    monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(16, 24))
+    with chunked.block_sizes(chunked.BlockSizes(16, 24)):
+        yield
 
 
 OPTIONS = {
@@ -77,6 +78,17 @@ def test_mapped_rematerialised_and_sharded_gradients_are_the_plain_ones(small_ti
         assert_near("mapped", a, b, 1e-5)
     for a, b in zip(jax.tree.leaves(jax.jit(sharded)(*first)), jax.tree.leaves(expected), strict=True):
         assert_near("sharded", a, b[0], 1e-5)
+
+
+def test_no_step_of_the_backward_pass_makes_a_whole_bias(small_tiles):
+    """Gradients of whole keys and values it does make: a bias that has more numbers than these gives them away."""
+    query, key, value = make_arrays(T=T, S=S, H=8)
+    bias = np.zeros((2, 4, T, S), np.float32)
+    program_of_gradients = jax.make_jaxpr(program(attend, {"normalizer": "top_k"}))(query, key, value, bias)
+    loops = [equation for equation in program_of_gradients.jaxpr.eqns if equation.primitive.name == "scan"]
+    assert len(loops) == 2
+    for loop in loops:
+        assert largest_array(loop.params["jaxpr"].jaxpr) < bias.size == 2 * 4 * T * S
 
 
 @pytest.mark.parametrize("name", ["stick_breaking", "top_k", "adaptive_temperature"])

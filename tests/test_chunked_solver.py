@@ -21,8 +21,9 @@ reference = functools.partial(attnorm.dot_product_attention, implementation="ref
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(16, 24))
+def small_tiles():
+    with chunked.block_sizes(chunked.BlockSizes(16, 24)):
+        yield
 
 
 def draw_bias(shape):
@@ -137,8 +138,7 @@ def test_dropout_is_that_of_the_reference():
         assert_near("result", a, b, 1e-5)
 
 
-def test_no_array_of_length_times_length(monkeypatch):
-    monkeypatch.undo()
+def test_no_array_of_length_times_length():
     length = 2048
     arrays = make_arrays(B=1, T=length, S=length, N=1, K=1, H=8)
 
@@ -148,7 +148,8 @@ def test_no_array_of_length_times_length(monkeypatch):
             *arrays
         )
 
-    largest = largest_array(jax.make_jaxpr(both)(jnp.full(1, 1.5), *arrays).jaxpr)
+    with chunked.block_sizes(None):
+        largest = largest_array(jax.make_jaxpr(both)(jnp.full(1, 1.5), *arrays).jaxpr)
     assert chunked.default_block_sizes(1).query <= largest < length * length / 4
 
 

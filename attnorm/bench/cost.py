@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import jax
+from jax.extend.core import subjaxprs
+
 from attnorm.attention import implementations_of
 from attnorm.bench import contenders, report
 from attnorm.bench.contenders import PASSES, Case
@@ -19,6 +22,11 @@ BASELINE = "softmax"
 # The most that a rule of one exponential and one numerator may take, and entmax-1.5 forward at its length.
 _ONE_EXPONENTIAL = 1.3
 _ENTMAX, _ENTMAX_LENGTH = 4.0, 4096
+# What a rule may have to do beside one numerator, and functions of a logit that take long: of these it may have one
+# exponential.
+_MORE_NUMERATORS = {"numerators", "rows", "level"}
+_EXPONENTIALS = {"exp", "exp2", "logistic"}
+_LONG = _EXPONENTIALS | {"expm1", "log", "log1p", "tanh", "pow", "erf", "erfc"}
 
 
 def run(
@@ -62,24 +70,44 @@ def ratios(runs: dict[str, Callable], rounds: int) -> dict[str, float]:
 
 
 def _seconds(call):
-    import jax
-
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
 def bars(by_normalizer: dict[str, dict[str, float]], length: int) -> list[report.Bar]:
-    """The ratios that are bounded: of rules with weights exp(s - λ), and of entmax-1.5 at its length."""
+    """The ratios that are bounded: of rules with one exponential and one numerator, and of entmax-1.5 at its length."""
     result = []
     for name, by_pass in by_normalizer.items():
-        if name != BASELINE and type(contenders.rule(name)).log_norm is not Normalizer.log_norm:
+        if name != BASELINE and has_one_exponential(contenders.rule(name)):
             for direction, ratio in by_pass.items():
                 result.append(report.Bar(f"{direction}, {name} / {BASELINE}", ratio, _ONE_EXPONENTIAL))
     if length == _ENTMAX_LENGTH and "entmax15" in by_normalizer:
         ratio = by_normalizer["entmax15"]["forward"]
         result.append(report.Bar(f"forward, entmax15 / {BASELINE} at length {length}", ratio, _ENTMAX))
     return result
+
+
+def has_one_exponential(rule: Normalizer) -> bool:
+    """Whether the terms of a logit take one exponential at most, and make one numerator.
+
+    >>> import attnorm
+    >>> from attnorm.bench.cost import has_one_exponential
+    >>> [has_one_exponential(attnorm.get_normalizer(name)) for name in ("sigmoid", "softplus", "affine")]
+    [True, False, False]
+    """
+    if rule.needs & _MORE_NUMERATORS:
+        return False
+    program = jax.make_jaxpr(lambda s, m, rule: rule.terms(s, m))(0.0, 0.0, rule)
+    taken = _long_functions(program.jaxpr)
+    return len(taken) <= 1 and set(taken) <= _EXPONENTIALS
+
+
+def _long_functions(jaxpr) -> list[str]:
+    own = [equation.primitive.name for equation in jaxpr.eqns]
+    return [name for name in own if name in _LONG] + [
+        name for inner in subjaxprs(jaxpr) for name in _long_functions(inner)
+    ]
 
 
 def runs_of(path: Path) -> list[dict]:

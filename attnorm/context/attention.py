@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from attnorm import chunked
 from attnorm.arguments import checked_call
-from attnorm.attention import dot_product_attention, implementations_for
+from attnorm.attention import dot_product_attention, implementations_for, not_served
 from attnorm.context import gather, ring
 from attnorm.context.limits import Limits
 from attnorm.context.order import Order
@@ -250,10 +250,9 @@ def _chosen(names, query, normalizer, precision):
             reasons.append(f"{name}: gives no partial results")
             continue
         tiles = _TILES[name]
-        missing = normalizer.needs - getattr(tiles, "SERVES", frozenset())
-        reason = f"normalizer {normalizer} needs {', '.join(sorted(missing))}" if missing else None
+        reason = not_served(normalizer, tiles)
         if reason is None and hasattr(tiles, "supports"):
-            reason = tiles.supports(query[0], None, precision)
+            reason = tiles.supports(query[0], normalizer, None, precision)
         if reason is None:
             return tiles
         reasons.append(f"{name}: {reason}")

@@ -64,10 +64,10 @@ def pallas_call(kernel, *, name, grid, semantics, tables, inputs, in_specs, outp
 def product_precision(precision):
     """For products of float32: HIGHEST for all above the default, for want of levels between.
 
-    NotImplemented for what is no level, such as an algorithm.
+    None is ``jax.default_matmul_precision``. NotImplemented for what is no level, such as an algorithm.
     """
     if precision is None:
-        return None
+        precision = jax.config.jax_default_matmul_precision or "default"
     try:
         levels = [jax.lax.Precision(p) for p in (precision if isinstance(precision, tuple) else (precision,))]
     except ValueError:

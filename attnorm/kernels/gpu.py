@@ -1,10 +1,11 @@
 """Fused attention on NVIDIA GPUs for any one-pass normaliser, as Pallas kernels with an exact custom VJP.
 
 Two sets of kernels compute the tiles: for Hopper, in bfloat16 and float16, with its own matrix instruction
-(gpu_hopper.py), and portable ones for all else (gpu_portable.py): float32, and A100, L4 and Blackwell. T4 and older
-cards, float64, head dims above 256 and dropout are not served; the automatic choice then takes ``chunked``, or
-``reference`` for normalisers that ``chunked`` does not serve either. Where there is a bias, the output comes from the
-kernel and the gradients from ``chunked``, by its own forward pass.
+(gpu_hopper.py), and portable ones for all else (gpu_portable.py): float32, float16 by rules that take out no maximum
+(then in float32), and A100, L4 and Blackwell. T4 and older cards, float64, head dims above 256 and dropout are not
+served; the automatic choice then takes ``chunked``, or ``reference`` for normalisers that ``chunked`` does not serve
+either. Where there is a bias, the output comes from the kernel and the gradients from ``chunked``, by its own forward
+pass.
 
 Registers and shared memory fix the block sizes; of :class:`attnorm.kernels.Config`, ``gpu`` and ``interpret`` are
 heeded.
@@ -28,7 +29,7 @@ from attnorm.dropout import Dropout
 from attnorm.finite import has_nonfinite, nan_where
 from attnorm.kernels import gpu_hopper, gpu_portable
 from attnorm.kernels.call import product_precision
-from attnorm.kernels.settings import config
+from attnorm.kernels.settings import config, device
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer
 from attnorm.rows import row_gradients, sees_nothing
@@ -38,35 +39,40 @@ _LARGEST_HEAD_DIM = 256
 _KERNELS = {"hopper": gpu_hopper, "portable": gpu_portable}
 
 
-def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+def supports(query: Array, normalizer: Normalizer, dropout: Dropout | None, precision) -> str | None:
+    """Why these kernels cannot serve a call with a normaliser whose ``needs`` they serve, or None."""
     if dropout is not None:
         return "dropout is not supported"
     if query.shape[-1] > _LARGEST_HEAD_DIM:
         return f"head dim {query.shape[-1]} is not supported; up to {_LARGEST_HEAD_DIM} are"
     if product_precision(precision) is NotImplemented:
-        return f"precision {precision!r} is not supported"
+        return f"precision {precision or jax.config.jax_default_matmul_precision!r} is not supported"
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
     if sharding.is_replicated_over_explicit_axes(query):
         return (
             "the query is replicated over Explicit axes; shard it along batch or heads, or use jax.shard_map"
         )
-    reasons = _refusals(query.dtype)
+    dtype = _computed_in(query.dtype, normalizer)
+    reasons = _refusals(dtype)
     if None in reasons.values():
         return None
-    return ", ".join(f"{reason} ({name} kernels)" for name, reason in reasons.items())
+    text = ", ".join(f"{reason} ({name} kernels)" for name, reason in reasons.items())
+    if dtype != query.dtype:
+        text += f"; {query.dtype} is computed in {dtype} for a rule whose numerators are not bounded"
+    return text
+
+
+def _computed_in(dtype, normalizer):
+    """float16 does not hold the numerators of a rule that takes no maximum out of them."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 and not normalizer.uses_max else dtype
 
 
 def _refusals(dtype):
     """Of each set of kernels that is allowed, why it cannot serve, or None."""
     names = _KERNELS if config.value.gpu is None else (config.value.gpu,)
-    device = None if config.value.interpret else _device()
-    return {name: _KERNELS[name].refusal(dtype, device) for name in names}
-
-
-def _device():
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    own = None if config.value.interpret else device()
+    return {name: _KERNELS[name].refusal(dtype, own) for name in names}
 
 
 def attend(
@@ -101,7 +107,8 @@ def attend(
             for start in range(0, Hv, _LARGEST_HEAD_DIM)
         ]
         return jnp.concatenate([output for output, _ in parts], axis=-1), parts[0][1]
-    kernels = next(_KERNELS[name] for name, reason in _refusals(query.dtype).items() if reason is None)
+    dtype = _computed_in(query.dtype, normalizer)
+    kernels = next(_KERNELS[name] for name, reason in _refusals(dtype).items() if reason is None)
     static = _Static(
         kernels=kernels,
         G=query.shape[2] // key.shape[2],
@@ -109,13 +116,15 @@ def attend(
         logits_soft_cap=logits_soft_cap,
         left=visibility.left,
         right=visibility.right,
-        precision=precision,
+        precision=product_precision(precision),
         interpret=kernels.interpreter(config.value.interpret),
     )
     heads = query.shape[2:3]
     normalizer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, heads), normalizer)
+    arrays = (*(x.astype(dtype) for x in (query, key, value)), bias, normalizer, visibility)
     # Inside shard_map every input must vary over the same axes; the transpose of this sums the gradients.
-    return _attend(static, *_compat.vary_alike((query, key, value, bias, normalizer, visibility)))
+    output, log_norm = _attend(static, *_compat.vary_alike(arrays))
+    return output.astype(query.dtype), log_norm
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from attnorm import _compat
 from attnorm.finite import finite_or_zero, has_nonfinite, nan_where
-from attnorm.kernels.call import hides, pad_ids, pad_pairs, product_precision
+from attnorm.kernels.call import hides, pad_ids, pad_pairs
 from attnorm.kernels.schedule import Tiling, make_bounds, make_schedule
 from attnorm.kernels.slopes import MOST_KEPT
 from attnorm.kernels.tile import rule_tiles
@@ -82,7 +82,6 @@ def interpreter(chosen):
 
 def run_forward(static, query, key, value, bias, normalizer, visibility):
     """The output (B, T, N, Hv), and the row state: m and the statistics (B, N, T)."""
-    static = replace(static, precision=product_precision(static.precision))
     T, Hv = query.shape[1], value.shape[-1]
     is_heavy = rule_tiles(normalizer, backward=False) > _MOST_FORWARD
     tiling = _tiling(static, _FORWARD, query, key, value, is_heavy)
@@ -94,7 +93,6 @@ def run_forward(static, query, key, value, bias, normalizer, visibility):
 
 def run_backward(static, query, key, value, normalizer, visibility, d_output, rows):
     """dq, dk, dv and the parameters' gradients by rows, a rule of (B, N, T); ``rows`` are (B, N, rows, T)."""
-    static = replace(static, precision=product_precision(static.precision))
     is_heavy = rule_tiles(normalizer, backward=True) > MOST_KEPT
     tiling = _tiling(static, _BACKWARD, query, key, value, is_heavy)
     T = tiling.nq * tiling.bq
@@ -132,7 +130,9 @@ def _inputs(static, tiling, query, key, value, bias, normalizer, visibility, key
     if bias is not None:
         bias = pad_pairs(bias, T, S)
     if mask is not None:
-        mask = pad_pairs(mask.astype(jnp.int8), T, S)
+        mask = pad_pairs(mask, T, S)
+        # Triton counts in 32 bits, with a sign, up to 2^32 bytes: past 2^31 elements these must be more than a byte.
+        mask = mask.astype(jnp.int8 if mask.size <= 2**31 else jnp.int16)
         mask = jnp.swapaxes(mask, 2, 3) if keys_outer else mask
     broken, marks = None, (None,) * 3
     if hides(visibility):

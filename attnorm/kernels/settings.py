@@ -64,6 +64,11 @@ class Config:
 config = jax.make_user_context(Config())
 
 
+def device() -> Any:
+    """What kernels are built for: the device of the mesh in the context, which need not be here, or JAX's first."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def vmem_bytes() -> int:
     """The vector memory that one kernel may use."""
     if config.value.vmem_bytes is not None:

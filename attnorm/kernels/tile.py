@@ -114,14 +114,15 @@ def _most_alive(jaxpr, shape) -> int:
     return max(sum(start < step <= stop for start, stop in spans) for step in range(len(jaxpr.eqns) + 1))
 
 
-def dot(a, b, contract: tuple[int, int], precision=None):
+def dot(a, b, contract: tuple[int, int], precision=jax.lax.Precision.DEFAULT):
     """The product over these axes of a and b, in float32."""
     narrow = a.dtype != jnp.float32
     return jax.lax.dot_general(
         a,
         b,
         (((contract[0],), (contract[1],)), ((), ())),
-        precision=None if narrow else precision,  # products of narrow numbers are exact as they are
+        # Products of narrow numbers are exact as they are, whatever the default precision is around the call.
+        precision=jax.lax.Precision.DEFAULT if narrow else precision,
         preferred_element_type=jnp.float32,
     )
 

@@ -37,6 +37,7 @@ from attnorm.kernels.settings import (
     SUBLANES,
     backward_blocks,
     config,
+    device,
     dq_bytes,
     forward_blocks,
     vmem_bytes,
@@ -48,20 +49,22 @@ from attnorm.rows import row_gradients, row_products, sees_nothing, sum_gradient
 from attnorm.tiling import even_block, round_up
 
 
-def supports(query: Array, dropout: Dropout | None, precision) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
+def supports(query: Array, normalizer: Normalizer, dropout: Dropout | None, precision) -> str | None:
+    """Why these kernels cannot serve a call with a normaliser whose ``needs`` they serve, or None."""
     if dropout is not None:
         return "dropout is not supported"
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype} is not supported"
     if product_precision(precision) is NotImplemented:
-        return f"precision {precision!r} is not supported"
+        return f"precision {precision or jax.config.jax_default_matmul_precision!r} is not supported"
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
     if sharding.is_replicated_over_explicit_axes(query):
         return (
             "the query is replicated over Explicit axes; shard it along batch or heads, or use jax.shard_map"
         )
+    if not config.value.interpret and not device().device_kind.startswith("TPU"):
+        return f"it needs a TPU, this is {device().device_kind}"
     return None
 
 

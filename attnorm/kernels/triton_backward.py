@@ -46,7 +46,7 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             _, back = recompute(tile.rule_over(refs.rule, 0, s.shape), s, capped, m)
             dp = tile.with_value_marks(refs, place, dot(d_output, value, (1, 1), static.precision))
             ds, d_spread = back(g * dp, d_stats)
-            ds, *d_spread = (tile.at_visible(refs, s, x) for x in (ds, *d_spread))
+            ds, *d_spread = (tile.at_visible(static, refs, place, s, x) for x in (ds, *d_spread))
             d_rule = tuple(total + jnp.sum(x, axis=1) for total, x in zip(d_rule, d_spread, strict=True))
             return dq + dot(ds.astype(dtype), key, (1, 0), static.precision), d_rule
 
@@ -97,11 +97,11 @@ def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling):
                 s = dot(key, query, (1, 1), static.precision)
                 s, capped = tile.logits(static, refs, place, schedule.full(refs.tables, batch, j, i), s)
                 f, back = recompute(tile.rule_over(refs.rule, head, s.shape), s, capped, m)
-                weights = tile.at_visible(refs, s, g * f).astype(dtype)
+                weights = tile.at_visible(static, refs, place, s, g * f).astype(dtype)
                 dv = dv + dot(weights, d_output, (1, 0), static.precision)
                 dp = tile.with_value_marks(refs, place, dot(value, d_output, (1, 1), static.precision))
                 ds, _ = back(g * dp, d_stats)
-                ds = tile.at_visible(refs, s, ds).astype(dtype)
+                ds = tile.at_visible(static, refs, place, s, ds).astype(dtype)
                 return dk + dot(ds, query, (1, 0), static.precision), dv
 
             return jax.lax.fori_loop(*schedule.span(refs.tables, batch, j), step, carry)

@@ -51,7 +51,7 @@ def forward(static, inputs: tile.Inputs, schedule: Schedule, tiling):
             else:  # such as a rectifier, for which a GPU's maximum of 0 and NaN is 0
                 f = jnp.where(s == s, f, jnp.nan)
             stats = tuple(h + jnp.sum(more, axis=1) for h, more in zip(stats, terms, strict=True))
-            f = tile.at_visible(refs, s, tile.with_value_marks(refs, place, f))
+            f = tile.at_visible(static, refs, place, s, tile.with_value_marks(refs, place, f))
             accumulator = accumulator + dot(f.astype(dtype), value, (1, 0), static.precision)
             return accumulator, m, stats
 

@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     """Arrays of a kernel, or their blocks; absent ones are None. Letters as in attnorm.chunked; all are padded.
 
     query: (B, T, N, H), key: (B, S, K, H), value: (B, S, K, Hv).
-    bias, mask: (B|1, N|1, T|1, S|1), mask in int8; transposed (.., S|1, T|1) for a transposed tile.
+    bias, mask: (B|1, N|1, T|1, S|1), mask in integers; transposed (.., S|1, T|1) for a transposed tile.
     query_ids, key_ids: (B, T) and (B, S).
     rule: the normaliser, with parameters (N,).
     broken: (1,), whether anything is NaN or inf. Only where pairs can be hidden; then query, key and value have 0
@@ -146,9 +146,15 @@ def with_value_marks(refs: Inputs, place: Place, x):
     return where_broken(refs, lambda x: x + of_keys(refs.value_mark, place, 0, 0), x)
 
 
-def at_visible(refs: Inputs, s, x):
+def at_visible(static, refs: Inputs, place: Place, s, x):
     """x with 0 at hidden pairs, where it is 0 already unless something is NaN."""
-    return where_broken(refs, lambda x: jnp.where(s == -jnp.inf, 0, x), x)
+
+    def cut(x):
+        if refs.bias is None:
+            return jnp.where(s == -jnp.inf, 0, x)
+        return jnp.where(_visible(static, refs, place), x, 0)  # a bias of -inf hides no NaN of a value
+
+    return where_broken(refs, cut, x)
 
 
 def _visible(static, refs, place):

@@ -155,6 +155,8 @@ def softmax(
 
     Unlike ``jax.nn.softmax``, a row without visible keys is 0.
 
+    Source: arXiv 1706.03762, for attention.
+
     >>> import jax.numpy as jnp
     >>> from attnorm import softmax
     >>> print(softmax(jnp.zeros(4)))
@@ -185,6 +187,8 @@ def linf(
     logits: Float[Array, "..."], *, axis: int = -1, where: Bool[Array, "..."] | None = None
 ) -> Float[Array, "..."]:
     """L_∞ softmax, ``exp(s_j - max_k s_k)``: the largest weight is 1. Arguments and errors as in :func:`lp`.
+
+    Source: none; the limit p -> inf of `lp`.
 
     >>> import jax.numpy as jnp
     >>> from attnorm import linf

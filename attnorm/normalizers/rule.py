@@ -93,7 +93,8 @@ class Place(NamedTuple):
     position: of the query, counted as the keys are: i + query_offset.
     count: n, the number of keys that the query may see and whose logit is not -inf; at least 1. So it is for every rule,
       and such a key is as if removed, whether a rule asks for n here or sums it. In attention, where no rule knows all
-      logits beforehand, a logit counts as -inf where its bias is, and no soft cap makes it finite again.
+      logits beforehand, a logit counts as -inf where its bias is, and no soft cap makes it finite again. The value of
+      such a key may still be read there: only a mask keeps a NaN or inf in it from the output.
     distance: from the key to the query, position - j.
     """
 

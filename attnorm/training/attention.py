@@ -38,7 +38,7 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
     """
     options = {"normalizer": normalizer, "implementation": implementations_for(platform_of(mesh))}
     head_axes = ("tensor",) if mesh.shape["tensor"] > 1 else ()
-    if mesh.size == 1:
+    if mesh.size == 1 and "implementation" not in options:  # else only the mesh knows the device
         return functools.partial(attnorm.dot_product_attention, **options)
 
     def attention(query, key, value, **given):

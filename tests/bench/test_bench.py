@@ -252,6 +252,16 @@ def test_costs_are_medians_of_ratios_in_a_round(monkeypatch):
     assert ratios == {"softmax": 1.0, "l2": 1.5}  # of 3 / 2, 9 / 1 and 2 / 4
 
 
+def test_rules_of_one_exponential_and_one_numerator_are_bounded():
+    ratios = {name: dict.fromkeys(contenders.PASSES, 1.0) for name in attnorm.normalizer_names()}
+    bars = cost.bars(ratios, 2048)
+    bounded = {bar.text.removeprefix("forward, ").split(" / ")[0] for bar in bars[::2]}
+    assert len(bars) == 2 * len(bounded)
+    assert {"l2", "lp", "linf", "sink", "alibi", "sigmoid", "relu", "polynomial"} <= bounded
+    two_exponentials, more_numerators = {"general", "softplus", "softpick", "gelu_l2"}, {"affine", "nap"}
+    assert not bounded & {*two_exponentials, *more_numerators, "entmax15", "stick_breaking", "softmax"}
+
+
 @pytest.mark.slow
 def test_every_normaliser_has_a_cost(capsys):
     assert main(["--cost", "--lengths", "16", "--rounds", "1"]) == 0

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from attnorm.bench import compile_only, plot, report, static_cycles, tpu_kernels
+from attnorm.bench import agreement, compile_only, plot, report, static_cycles, tpu_kernels
+from attnorm.bench.cycles import CHIPS
 
 
 def numbers(total):
@@ -63,6 +64,17 @@ def test_tables_and_figure_of_a_report(tmp_path):
     pytest.importorskip("matplotlib")
     plot.cycles(result, tmp_path / "cycles.png")
     assert (tmp_path / "cycles.png").stat().st_size > 10_000
+
+
+def test_the_committed_report_agrees_with_another_counter(capsys, tmp_path):
+    assert agreement.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{chip}, {row}" in out for chip in CHIPS for row in ("splash", "flash", "matmul"))
+    committed = json.loads((agreement._RESULTS / "static.json").read_text())
+    committed["chips"]["v6e"]["flash"]["forward"]["512"]["total"] *= 1.03
+    (tmp_path / "other.json").write_text(json.dumps(committed))
+    assert agreement.main([str(tmp_path / "other.json")]) == 1
+    assert "largest difference 3.0" in capsys.readouterr().out
 
 
 def test_every_normaliser_has_a_row():

@@ -281,9 +281,11 @@ def pairwise(factors, count, cost, seed):
                 return case, pairs(levels)
 
     covered, cases = set(), []
+    num_first = len(factors[names[0]])
+    stride = max(1, num_first // count)  # so that few cases have restrictions of all kinds
     for number in range(count):
         # Every restriction in turn, with the candidate that brings the most new pairs.
-        candidates = [random_case(number % len(factors[names[0]])) for _ in range(60)]
+        candidates = [random_case(number * stride % num_first) for _ in range(60)]
         case, new = max(candidates, key=lambda candidate: len(candidate[1] - covered))
         covered |= new
         cases.append(case)

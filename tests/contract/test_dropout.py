@@ -98,12 +98,12 @@ def test_the_gradient_has_the_forward_mask(attend, normalizer):
         np.testing.assert_allclose(jnp.vdot(gradients[k], direction), slope, rtol=5e-3)
 
 
-def test_the_mask_does_not_depend_on_the_tiles(monkeypatch):
+def test_the_mask_does_not_depend_on_the_tiles():
     query, key, value = make_arrays()
 
     def with_blocks(*sizes):
-        monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(*sizes))
-        return dropped(attnorm.dot_product_attention, query, key, value, implementation="chunked")
+        with chunked.block_sizes(chunked.BlockSizes(*sizes)):
+            return dropped(attnorm.dot_product_attention, query, key, value, implementation="chunked")
 
     expected = with_blocks(64, 64)
     for sizes in ((16, 24), (24, 8)):

@@ -1,6 +1,7 @@
 """Attention with every normaliser that has a published formula, against the float64 oracle."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,62 +28,81 @@ from tests.contract.helpers import (
 from tests.oracles import FORMULAS, visible_keys
 
 T, S = 20, 29
-# Each choice of parameters under one of these, in turn.
-RESTRICTIONS = [
-    {"is_causal": True, "query_offset": np.array([7, 3], np.int32)},
-    {"mask": np.random.default_rng(5).random((2, 1, T, S)) < 0.6},
-    {
-        "local_window_size": (6, 4),
-        "key_value_seq_lengths": np.array([S, 11], np.int32),
-        "logits_soft_cap": 2.0,
-    },
-    {
-        "query_segment_ids": np.repeat([[0, 1, 5, 2]], 5, axis=1).repeat(2, 0).astype(np.int32),
-        "key_value_segment_ids": (np.arange(S)[None].repeat(2, 0) * 3 // S).astype(np.int32),
-    },
-]
-RESTRICTIONS[1]["mask"][1, :, 3] = False
+
+
+class Shape(NamedTuple):
+    """Of the inputs of a check; H is 8."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+
+
+SMALL = Shape(2, T, S, 4, 2)
 CHOICES = [choice for name in FORMULAS for choice in oracles.choices(name)]
 FIRST = {name: choice for choice, (name, _) in reversed(list(enumerate(CHOICES)))}
 
 
-def check(choice, implementation):
-    name, params = CHOICES[choice]
-    params = {
-        k: np.linspace(*x, 4).astype(np.float32)
-        if isinstance(x, tuple)
-        else x.astype(np.float32)
-        if isinstance(x, np.ndarray)
-        else x
-        for k, x in params.items()
-    }
-    query, key, value = make_arrays(T=T, S=S, H=8)
-    arrays = {"query": query, "key": key, "value": value}
+def restrictions(shape):
+    """Each choice of parameters is checked under one of these, in turn."""
+    B, T, S = shape[:3]
+    mask = np.random.default_rng(5).random((B, 1, T, S)) < 0.6
+    mask[-1, :, 3] = False
+    return [
+        {"is_causal": True, "query_offset": np.array([S // 4, S // 8], np.int32)[-B:]},
+        {"mask": mask},
+        {
+            "local_window_size": (3 * T // 10, T // 5),
+            "key_value_seq_lengths": np.array([S, 3 * S // 8 + 1], np.int32)[-B:],
+            "logits_soft_cap": 2.0,
+        },
+        {
+            "query_segment_ids": np.repeat([[0, 1, 5, 2]], T // 4, axis=1).repeat(B, 0).astype(np.int32),
+            "key_value_segment_ids": (np.arange(S)[None].repeat(B, 0) * 3 // S).astype(np.int32),
+        },
+    ]
+
+
+def check(choice, implementation, shape=SMALL):
+    arrays, options, expected = make_case(choice, shape)
     attend = functools.partial(
         attnorm.dot_product_attention, implementation=implementation, precision="highest"
     )
-    options = {
-        "normalizer": name,
-        "params": params,
-        "log_norm": FORMULAS[name].has_log_norm,
-        "cotangents": make_cotangents(query, value),
-        **RESTRICTIONS[choice % len(RESTRICTIONS)],
-    }
-    restriction = RESTRICTIONS[choice % len(RESTRICTIONS)]
-    hiding = {k: x for k, x in restriction.items() if k != "logits_soft_cap"}
-    poisoned = poison(arrays, visible_keys((2, 4, T, S), **hiding), np.nan)
-    assert np.isnan(poisoned["key"]).any() or np.isnan(poisoned["query"]).any()
-    output, log_norm, gradients = run(attend, poisoned, **options)
-    expected = oracle(arrays, **options)
+    output, log_norm, gradients = run(attend, arrays, **options)
     for name in set(gradients) - set(arrays):  # sums over all rows, that may cancel
         error = np.max(np.abs(gradients.pop(name) - expected.gradients[name]))
         assert error <= 4e-6 * expected.terms[name], f"gradient of {name}: {error}"
     assert_results_near((output, log_norm, gradients), expected, 4e-6)
 
 
+@functools.lru_cache(maxsize=1)
+def make_case(choice, shape):
+    """Inputs with NaN wherever nobody sees them, the options of the call, and the oracle's results."""
+    name, params = CHOICES[choice]
+    B, T, S, N, K = shape
+    query, key, value = make_arrays(B, T, S, N, K, H=8)
+    arrays = {"query": query, "key": key, "value": value}
+    kinds = restrictions(shape)
+    restriction = kinds[choice % len(kinds)]
+    options = {
+        "normalizer": name,
+        "params": oracles.as_arrays(params, N),
+        "log_norm": FORMULAS[name].has_log_norm,
+        "cotangents": make_cotangents(query, value),
+        **restriction,
+    }
+    hiding = {k: x for k, x in restriction.items() if k != "logits_soft_cap"}
+    poisoned = poison(arrays, visible_keys((B, N, T, S), **hiding), np.nan)
+    assert np.isnan(poisoned["key"]).any() or np.isnan(poisoned["query"]).any()
+    return poisoned, options, oracle(arrays, **options)
+
+
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(16, 16))
+def small_tiles():
+    with chunked.block_sizes(chunked.BlockSizes(16, 16)):
+        yield
 
 
 CHUNKED = [name for name in FORMULAS if "chunked" in implementations_of(attnorm.get_normalizer(name))]

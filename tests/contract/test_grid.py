@@ -28,24 +28,24 @@ from tests.oracles import ORACLES, attention
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", NORMALIZER_CASES, ids=str)
-def test_normalizer(case, implementation, monkeypatch):
-    check(case, implementation, monkeypatch)
+def test_normalizer(case, implementation):
+    check(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["chunked"])  # the slow cases have every restriction on both
 @pytest.mark.parametrize("case", FAST_CASES, ids=str)
-def test_case(case, implementation, monkeypatch):
-    check(case, implementation, monkeypatch)
+def test_case(case, implementation):
+    check(case, implementation)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", SLOW_CASES, ids=str)
-def test_slow_case(case, implementation, monkeypatch):
-    check(case, implementation, monkeypatch)
+def test_slow_case(case, implementation):
+    check(case, implementation)
 
 
-def test_row_that_sees_one_key(monkeypatch):
+def test_row_that_sees_one_key():
     """What such a row's weight owes cancels, to the last bit only where products are rounded alike."""
     case = Case(
         lengths=(1, 300),
@@ -55,20 +55,19 @@ def test_row_that_sees_one_key(monkeypatch):
         restriction="window-causal",
         normalizer=("lp", 3),
     )
-    check(case, "chunked", monkeypatch)
+    check(case, "chunked")
 
 
-def check(case, implementation, monkeypatch):
+def check(case, implementation):
     """Compares output, log norm and every gradient of one case with the oracle."""
-    if case.blocks:
-        blocks = chunked.BlockSizes(*case.blocks)
-        monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: blocks)
+    blocks = chunked.BlockSizes(*case.blocks) if case.blocks else None
     expected = oracle(case)
     inputs = make_inputs(case)
     has_log_norm = ORACLES[case.normalizer[0]].has_log_norm
     with double_precision() if case.dtype == "f64" else contextlib.nullcontext():
         plain, plain_gradients = plain_results(case)
-        output, log_norm, gradients = run(inputs, implementation, case.log_norm and has_log_norm)
+        with chunked.block_sizes(blocks):
+            output, log_norm, gradients = run(inputs, implementation, case.log_norm and has_log_norm)
 
     eps = float(jax.numpy.finfo(inputs.clean["query"].dtype).eps)
     strict = case.dtype == "f32" and case.logits == "x1"

@@ -1,5 +1,7 @@
 """Rows without visible keys, empty dimensions, and numbers under a mask that nobody may see."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +111,17 @@ def test_a_visible_nan_is_not_hidden(attend, where):
     broken = np.isnan(output).all((0, 2, 3))
     assert np.flatnonzero(broken).tolist() == list(rows)
     assert np.isfinite(output[:, ~broken]).all()
+
+
+def test_a_bias_of_minus_infinity_hides_no_nan_of_a_value(attend):
+    """Whoever may see the key reads its value, and multiplies it by 0."""
+    query, key, value = make_arrays(B=1, T=20, S=20, N=2, K=1)
+    value[0, 10] = np.nan
+    bias = np.zeros((20, 20), np.float32)
+    bias[:, 10] = -np.inf
+    for options, rows in (({"is_causal": True}, range(10, 20)), ({}, range(20))):
+        output = np.asarray(jax.jit(functools.partial(attend, **options))(query, key, value, bias))
+        assert np.flatnonzero(np.isnan(output).any((0, 2, 3))).tolist() == list(rows)
 
 
 @pytest.mark.parametrize(

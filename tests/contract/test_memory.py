@@ -111,8 +111,7 @@ VISITS = []
     ],
     ids=str,
 )
-def test_only_tiles_with_something_visible_are_visited(options, monkeypatch):
-    monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(TILE, TILE))
+def test_only_tiles_with_something_visible_are_visited(options):
     queries, keys = 6, 8
     arrays = make_arrays(B=1, T=queries * TILE, S=keys * TILE, N=1, K=1)
     visible = visible_keys((1, 1, queries * TILE, keys * TILE), **options)[0, 0]
@@ -122,10 +121,11 @@ def test_only_tiles_with_something_visible_are_visited(options, monkeypatch):
     def loss(*arrays):
         return attend(*arrays, normalizer=Watched(p=2.0), **options).sum()
 
-    jax.jit(loss)(*arrays).block_until_ready()
-    jax.effects_barrier()
-    assert VISITS == [True] * expected
-    VISITS.clear()
-    jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays))
-    jax.effects_barrier()
+    with chunked.block_sizes(chunked.BlockSizes(TILE, TILE)):
+        jax.jit(loss)(*arrays).block_until_ready()
+        jax.effects_barrier()
+        assert VISITS == [True] * expected
+        VISITS.clear()
+        jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays))
+        jax.effects_barrier()
     assert VISITS == [True] * (2 * expected)

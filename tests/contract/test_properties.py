@@ -40,8 +40,9 @@ def test_every_exponential_has_its_properties_tested():
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(chunked, "default_block_sizes", lambda *lengths: chunked.BlockSizes(16, 16))
+def small_tiles():
+    with chunked.block_sizes(chunked.BlockSizes(16, 16)):
+        yield
 
 
 def draw(seed, scale=1.0):

@@ -39,12 +39,20 @@ def rule_of(name):
     }
 
 
-# The rest says what it needs and the kernels lack.
-FUSED = [
-    name
-    for name in attnorm.normalizer_names()
-    if "pallas_tpu" in attention.implementations_of(attnorm.get_normalizer(name))
-]
+def is_served(name, params):
+    """Whether the kernels serve the rule that a normaliser is with these parameters of tests/oracles.py."""
+    rule = attnorm.get_normalizer(name, **oracles.as_arrays(params, N))
+    return "pallas_tpu" in attention.implementations_of(rule)
+
+
+# Of each normaliser that the kernels serve, the first parameters with which they do. Of the rest all rules say what
+# they need and the kernels lack.
+FUSED = {
+    name: params
+    for of_name in map(oracles.choices, attnorm.normalizer_names())
+    for name, params in reversed(of_name)
+    if is_served(name, params)
+}
 # Arguments of the attention; arrays are traced. "rule" are parameters of the normaliser, "shape" the dimensions.
 CONTRACT = {
     "causal": {

@@ -4,6 +4,7 @@ import pytest
 
 from tests.contract.test_known_faults import *  # noqa: F403
 from tests.contract.test_masked import (  # noqa: F401
+    test_a_bias_of_minus_infinity_hides_no_nan_of_a_value,
     test_a_logit_of_minus_infinity_is_a_hidden_key,
     test_a_number_hidden_from_some_rows_changes_nothing_there,
     test_a_row_without_keys_is_zero_with_its_own_log_norm,

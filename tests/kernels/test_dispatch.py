@@ -2,13 +2,14 @@
 
 import functools
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AxisType
 
 import attnorm
 from attnorm import attention, kernels
@@ -27,6 +28,24 @@ def test_a_named_kernel_that_cannot_serve_says_why(options, reason):
         options = {"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32}
     with pytest.raises(NotImplementedError, match=f"pallas_tpu: {reason}"):
         attnorm.dot_product_attention(*make_arrays(), implementation="pallas_tpu", **options)
+
+
+def test_a_machine_without_a_tpu_is_refused():
+    arrays = make_arrays(B=1, T=8, S=8)
+    with pytest.raises(NotImplementedError, match="pallas_tpu: it needs a TPU, this is cpu"):
+        attnorm.dot_product_attention(*arrays, implementation="pallas_tpu")
+    got = attnorm.dot_product_attention(*arrays, implementation=("pallas_tpu", "chunked"))
+    np.testing.assert_array_equal(got, attnorm.dot_product_attention(*arrays, implementation="chunked"))
+
+
+@pytest.mark.parametrize("size, axes", [(1, None), (2, "data"), (2, None)])
+def test_a_mesh_of_tpus_is_served_from_elsewhere(size, axes):
+    """As programs are compiled ahead of time, in training too."""
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((size,), ("data",), (AxisType.Auto,), abstract_device=device)
+    attend = functools.partial(attnorm.dot_product_attention, implementation="pallas_tpu")
+    program = jax.make_jaxpr(attnorm.sharded(attend, mesh, axes))(*make_arrays(B=2, T=8, S=8))
+    assert "attnorm_forward" in str(program)
 
 
 def test_float64_is_refused():
@@ -71,6 +90,20 @@ def test_a_sequence_of_names_falls_through_and_logs_once(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
     assert "chunked" in record.getMessage() and "pallas_tpu: dropout" in record.getMessage()
+
+
+def test_a_refusal_prints_no_numbers_of_an_array(caplog):
+    """It would have to wait for them, also where another implementation serves, and remember all that it ever met."""
+    rule = attnorm.get_normalizer("ssmax", h=np.float32([0.125, 0.25, 0.375, 0.5]))
+    arrays = make_arrays(B=1, T=8, S=8)
+    attend = functools.partial(attnorm.dot_product_attention, *arrays, normalizer=rule)
+    wanted = r"normalizer SSMax\(h=.*float32\[4\].*, c=0.0\) needs count, map"
+    attention._log_once.cache_clear()
+    with caplog.at_level(logging.DEBUG, "attnorm.attention"):
+        attend(implementation=("pallas_tpu", "chunked"))
+    assert re.search(wanted, caplog.text)
+    with pytest.raises(NotImplementedError, match=wanted):
+        attend(implementation="pallas_tpu")
 
 
 def test_a_tpu_prefers_its_kernels(monkeypatch):

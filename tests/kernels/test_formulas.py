@@ -1,15 +1,20 @@
-"""The normalisers that have a published formula on the kernels, interpreted, where these serve them."""
+"""Every rule with a published formula that the kernels serve, with all its parameters, over several tiles each way."""
 
 import pytest
 
 from attnorm import kernels
-from tests.contract.test_formulas import FIRST, check
+from tests.contract.test_formulas import CHOICES, Shape, check
 from tests.kernels.conftest import INTERPRET
-from tests.kernels.features import FUSED
+from tests.kernels.features import is_served
+
+# Two tiles of queries and three of keys on a TPU, more on a GPU.
+SHAPE = Shape(B=1, T=140, S=300, N=2, K=1)
+KERNELS = {"pallas_tpu": INTERPRET, "pallas_gpu": kernels.Config(gpu="portable", interpret=True)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FIRST if name in FUSED])
-def test_formula(name):
-    with kernels.config(INTERPRET):
-        check(FIRST[name], "pallas_tpu")
+@pytest.mark.parametrize("choice", [k for k, choice in enumerate(CHOICES) if is_served(*choice)])
+def test_formula(choice):
+    for implementation, config in KERNELS.items():
+        with kernels.config(config):
+            check(choice, implementation, SHAPE)

@@ -15,11 +15,12 @@ from jax.sharding import AxisType
 import attnorm
 from attnorm import _compat, attention, kernels
 from attnorm.kernels import gpu
-from tests.contract import cases, test_grid
+from tests.contract import cases, test_grid, test_masked
 from tests.contract.cases import Case
 from tests.contract.helpers import make_arrays, make_cotangents, oracle
 from tests.kernels.features import FUSED
 
+L2 = attnorm.get_normalizer("l2")
 INTERPRET = kernels.Config(interpret=True)
 HOPPER = kernels.Config(gpu="hopper", interpret=True)
 INTERPRETED = pytest.mark.skipif(not _compat.HAS_MOSAIC_GPU, reason="the interpreter comes with JAX 0.12")
@@ -49,7 +50,7 @@ def test_jax_without_triton_is_refused(monkeypatch):
 
 def test_the_version_decides():
     with kernels.config(HOPPER):
-        reason = gpu.supports(narrow(), None, None)
+        reason = gpu.supports(narrow(), L2, None, None)
     assert (reason is None) == (jax.__version_info__ >= (0, 12))
 
 
@@ -78,10 +79,10 @@ def test_a_set_of_kernels_that_does_not_exist_is_refused():
 
 def served_by(monkeypatch, dtype, **card):
     """Which kernels would serve a dtype on a card, and what all say."""
-    monkeypatch.setattr(gpu, "_device", lambda: SimpleNamespace(**card))
+    monkeypatch.setattr(gpu, "device", lambda: SimpleNamespace(**card))
     query = narrow(dtype=dtype)
     chosen = [name for name, reason in gpu._refusals(query.dtype).items() if reason is None]
-    return chosen[:1], gpu.supports(query, None, None)
+    return chosen[:1], gpu.supports(query, L2, None, None)
 
 
 @INTERPRETED
@@ -130,7 +131,7 @@ def test_a_gpu_prefers_its_kernels_and_falls_back_with_a_reason(monkeypatch, cap
 def test_a_translated_rule_has_the_same_values_and_slopes(name):
     from attnorm.kernels.gpu_rule import translated
 
-    rule = attnorm.get_normalizer(name)
+    rule = attnorm.get_normalizer(name, **FUSED[name])
     s, m, df = np.random.default_rng(0).normal(size=(3, 8, 16)).astype(np.float32)
     s[0, :4] = -np.inf, -30, 1e-4, 30
     m = np.maximum(m, s.max(1, keepdims=True))
@@ -156,7 +157,7 @@ def check(case, monkeypatch, bias=False, config=HOPPER):
     for results in (test_grid.oracle, test_grid.plain_results):
         results.cache_clear()  # which know a case by its name
     with kernels.config(config):
-        test_grid.check(case, "pallas_gpu", monkeypatch)
+        test_grid.check(case, "pallas_gpu")
     for results in (test_grid.oracle, test_grid.plain_results):
         results.cache_clear()
 
@@ -312,15 +313,32 @@ def test_a_visible_nan_breaks_the_gradients_of_whoever_sees_it_and_no_others():
 
 @INTERPRETED
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["softplus", "softpick"])
+def test_a_bias_of_minus_infinity_hides_no_nan_of_a_value():
+    def attend(query, key, value, bias, **options):
+        narrow = (jnp.asarray(x, jnp.bfloat16) for x in (query, key, value))
+        return attnorm.dot_product_attention(*narrow, bias, implementation="pallas_gpu", **options)
+
+    with kernels.config(HOPPER):
+        test_masked.test_a_bias_of_minus_infinity_hides_no_nan_of_a_value(attend)
+
+
+@INTERPRETED
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softplus", "softpick", "sigmoid"])
 def test_rules_without_a_log_norm(name):
-    """And with functions that are translated."""
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in make_arrays(B=1, T=40, S=70, N=2, K=1)]
+    """And with functions that are translated, over several tiles each way."""
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in make_arrays(B=1, T=140, S=300, N=2, K=1)]
 
     def gradients(implementation):
         def attend(query, key, value):
             return attnorm.dot_product_attention(
-                query, key, value, normalizer=name, is_causal=True, implementation=implementation
+                query,
+                key,
+                value,
+                normalizer=attnorm.get_normalizer(name, **FUSED[name]),
+                is_causal=True,
+                query_offset=100,
+                implementation=implementation,
             )
 
         def both(*arrays):

@@ -1,5 +1,8 @@
 """The portable GPU kernels, interpreted: values and gradients against the float64 oracle."""
 
+import functools
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,9 @@ import pytest
 
 import attnorm
 from attnorm import kernels
-from tests.contract import cases
+from attnorm.kernels import gpu_portable
+from attnorm.masks import Visibility
+from tests.contract import cases, test_masked
 from tests.contract.cases import Case
 from tests.contract.helpers import make_arrays
 from tests.kernels.features import FUSED
@@ -22,6 +27,61 @@ def test_causal(monkeypatch):
         monkeypatch,
         config=PORTABLE,
     )
+
+
+def test_numerators_beyond_float16():
+    """Logits of 400 give squares of 160,000, and the sum over 32 keys of weights and values is 16,000."""
+    query, key, value = (
+        jnp.full((1, length, 1, 16), x, jnp.float16) for length, x in ((8, 10), (32, 10), (32, 0.1))
+    )
+
+    def attend(query, key, value):
+        return attnorm.dot_product_attention(
+            query, key, value, scale=0.25, normalizer="squared_relu", implementation="pallas_gpu"
+        )
+
+    with kernels.config(PORTABLE):
+        output, pull = jax.vjp(attend, query, key, value)
+        d_query, d_key, d_value = pull(jnp.full_like(output, 2.0**-10))
+    assert output.dtype == d_key.dtype == jnp.float16
+    np.testing.assert_allclose(output, 1.6e4, rtol=2e-3)
+    # Weights are 160,000 / 32, and 8 queries give to a value; a logit's slope is 2 · 400 / 32 times the product of
+    # cotangent and value, 16 features of which are summed.
+    np.testing.assert_allclose(d_value, 8 * 5000 / 1024, rtol=2e-3)
+    slope = 25 * 16 * 0.1 / 1024
+    np.testing.assert_allclose(d_query, 32 * slope * 0.25 * 10, rtol=2e-3)
+    np.testing.assert_allclose(d_key, 8 * slope * 0.25 * 10, rtol=2e-3)
+
+
+def test_the_kernels_for_hopper_refuse_numerators_beyond_float16():
+    query = jnp.ones((1, 8, 1, 16), jnp.float16)
+    with (
+        kernels.config(kernels.Config(gpu="hopper", interpret=True)),
+        pytest.raises(
+            NotImplementedError,
+            match="float16 is computed in float32 for a rule whose numerators are not bounded",
+        ),
+    ):
+        attnorm.dot_product_attention(query, query, query, normalizer="relu", implementation="pallas_gpu")
+
+
+@pytest.mark.parametrize("length, dtype", [(2**15, jnp.int8), (2**15 + 1, jnp.int16)])
+def test_a_mask_is_within_reach_of_offsets_of_32_bits(length, dtype):
+    """Whose largest is 2^31 - 1 where Triton's backend of Pallas takes them: for arrays of up to 2^32 bytes."""
+    T, S = 2**16, length
+    query, key = (jax.ShapeDtypeStruct((1, x, 1, 16), jnp.bfloat16) for x in (T, S))
+    mask = jax.ShapeDtypeStruct((1, 1, T, S), bool)
+
+    def padded_mask(query, key, mask):
+        static = SimpleNamespace(left=None, right=None)
+        seen = Visibility(num_queries=T, num_keys=S, mask=mask)
+        tiling = gpu_portable.Tiling(T, S, 64, 16)
+        inputs, _ = gpu_portable._inputs(
+            static, tiling, query, key, key, None, attnorm.get_normalizer("l2"), seen, keys_outer=False
+        )
+        return inputs.mask
+
+    assert jax.eval_shape(padded_mask, query, key, mask).dtype == dtype
 
 
 # Every restriction once; all dtypes, head dims on either side of a tile, one and several tiles each way.
@@ -66,6 +126,14 @@ def test_slow_case(case, monkeypatch):
 def test_bias(monkeypatch):
     case = Case(lengths=(97, 163), heads=(4, 2), batch=2, restriction="combination")
     check(case, monkeypatch, bias=True, config=PORTABLE)
+
+
+@pytest.mark.slow
+def test_a_bias_of_minus_infinity_hides_no_nan_of_a_value():
+    with kernels.config(PORTABLE):
+        test_masked.test_a_bias_of_minus_infinity_hides_no_nan_of_a_value(
+            functools.partial(attnorm.dot_product_attention, implementation="pallas_gpu")
+        )
 
 
 @pytest.mark.slow

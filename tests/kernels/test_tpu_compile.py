@@ -63,6 +63,13 @@ def test_feature(feature):
     assert program.count(KERNEL) == (3 if "bias" in arrays else 2)
 
 
+def test_bfloat16_compiles_where_the_default_precision_is_highest():
+    """For which Mosaic has no product of two bytes."""
+    attend, arrays, rule = make_call("causal: T != S", implementation="pallas_tpu")
+    with jax.default_matmul_precision("highest"):
+        compile_for("v5e:2x2", with_gradients(attend), arrays, rule)
+
+
 CHIPS = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 
 

@@ -65,3 +65,25 @@ def test_what_does_not_fit_or_exist_is_an_error(arguments, message):
     error = result.stderr[result.stderr.rindex("error: ") :]
     assert error.startswith("error: --aot=") and message in error
     assert "Traceback" not in result.stderr
+
+
+ONE_CHIP = """
+import jax
+import jax.numpy as jnp
+from attnorm import get_normalizer
+from attnorm.topology import tpu_devices
+from attnorm.training.attention import make_attention
+from attnorm.training.config import MeshConfig
+from attnorm.training.mesh import make_mesh
+
+mesh = make_mesh(MeshConfig(data=1, fsdp=1, context=1, tensor=1), tpu_devices("v5e:2x2")[:1])
+attention = make_attention(get_normalizer("l2"), mesh)
+print("attnorm_forward" in str(jax.make_jaxpr(attention)(*jnp.ones((3, 1, 8, 2, 4)))))
+"""
+
+
+def test_one_chip_has_its_kernels():
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "-c", ONE_CHIP]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split()[-1] == "True"
