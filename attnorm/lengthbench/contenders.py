@@ -30,6 +30,9 @@ _OUTPUTS: Mapping[str, Callable[[Output], Output]] = {
     "global_layer": functools.partial(output_norms.global_layer, eps=1e-5),
 }
 CONTROLS = (*_OUTPUTS, "temperature", "learned")
+# How far a parameter goes while a weight goes by 1. With Adam, a number moves by about its learning rate at each
+# update, in a whole run by the rate's sum, about 1: too little for p, or a bias, to leave where it started.
+_LEARNED_SPEED = 10.0
 # Which L_p softmax a temperature can be given to.
 _P_OF = {"softmax": "1", "l2": "2"}
 
@@ -54,9 +57,21 @@ class Contender:
         return [with_array_parameters(*parse_normalizer(spec)) for spec in self.specs]
 
     def initial_parameters(self, num_layers: int, num_heads: int) -> dict[str, Float[Array, "layers N"]]:
-        """The unbounded numbers from which the learned parameters are made."""
+        """How far each learned parameter is from where it starts, which is what is trained: not at all."""
+        return {name: jnp.zeros((num_layers, num_heads), jnp.float32) for name, _ in self.learned}
+
+    def learned_values(
+        self, parameters: Mapping[str, Float[Array, "..."]]
+    ) -> dict[str, Float[Array, "..."]]:
+        """The learned parameters themselves.
+
+        >>> from attnorm.lengthbench.contenders import parse_contender
+        >>> contender = parse_contender("lp(p=3)@learned", ())
+        >>> print(contender.learned_values(contender.initial_parameters(1, 2))["p"])
+        [[3. 3.]]
+        """
         return {
-            name: jnp.full((num_layers, num_heads), learned.start(), jnp.float32)
+            name: learned.value(learned.start() + _LEARNED_SPEED * parameters[name])
             for name, learned in self.learned
         }
 
@@ -81,10 +96,9 @@ class Contender:
 
         return attend
 
-    def _learned_normalizer(self, unbounded):
+    def _learned_normalizer(self, parameters):
         name, fixed = parse_normalizer(self.specs[0])
-        values = {param: learned.value(unbounded[param]) for param, learned in self.learned}
-        return get_normalizer(name, **(fixed | values))
+        return get_normalizer(name, **(fixed | self.learned_values(parameters)))
 
 
 def parse_contender(name: str, temperatures: tuple[float, ...]) -> Contender:
