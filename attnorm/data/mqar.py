@@ -15,8 +15,8 @@ def mqar_batch(
     """``k_1 v_1 ... k_n v_n``, then the keys again among fillers, near ones more often than far ones.
 
     Keys are distinct tokens of the lower half of the vocabulary, values distinct ones of the upper half. A key stands
-    again at an even place: g pairs of places after the end of the pairs with probability proportional to
-    ``g^(0.01 - 1)``, without repetition.
+    again at the g-th even place after the pairs, g = 1, 2, ..., with probability proportional to ``g^(0.01 - 1)``,
+    without repetition.
 
     Args:
       key: the same key gives the same batch.

@@ -60,9 +60,7 @@ class Contender:
         """How far each learned parameter is from where it starts, which is what is trained: not at all."""
         return {name: jnp.zeros((num_layers, num_heads), jnp.float32) for name, _ in self.learned}
 
-    def learned_values(
-        self, parameters: Mapping[str, Float[Array, "..."]]
-    ) -> dict[str, Float[Array, "..."]]:
+    def learned_values(self, parameters: Mapping[str, Float[Array, "..."]]) -> dict[str, Float[Array, "..."]]:
         """The learned parameters themselves.
 
         >>> from attnorm.lengthbench.contenders import parse_contender

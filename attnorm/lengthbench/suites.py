@@ -43,9 +43,7 @@ _CONTROLS = (
 )  # fmt: skip
 _SMALL = ("softmax", "l2", "lp(p=4)", "linf", "ssmax@learned", "sink@learned", "sigmoid", "entmax15")
 _TASK_CONTROLS = tuple(
-    itertools.product(
-        ("counting_batch_norm", "counting_keep_optimizer", "passkey_nope"), ("softmax", "l2")
-    )
+    itertools.product(("counting_batch_norm", "counting_keep_optimizer", "passkey_nope"), ("softmax", "l2"))
 )
 # Why a name of the registry is not in `full`.
 LEFT_OUT = {

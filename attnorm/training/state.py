@@ -74,7 +74,7 @@ def abstract_state(
 def reset_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
     """The state with an optimiser that has seen nothing, placed as the one before."""
     placed = jax.tree.map(lambda x: x.sharding, state.optimizer_state)
-    init = jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=placed)
+    init = jax.jit(lambda params: init_optimizer(optimizer, params), out_shardings=placed)
     return dataclasses.replace(state, optimizer_state=init(state.params))
 
 
@@ -86,7 +86,7 @@ def _initializer(task, groups, optimizer, config):
             step=jnp.zeros((), jnp.int32),
             params=params,
             model_state=tuple(model_state for _, model_state in members),
-            optimizer_state=_init_optimizer(optimizer, params),
+            optimizer_state=init_optimizer(optimizer, params),
             ema=initial_ema(params, config),
         )
 
@@ -98,5 +98,6 @@ def initial_ema(params: tuple[Any, ...], config: TrainConfig) -> tuple[Any, ...]
     return jax.tree.map(jnp.copy, params) if config.ema_decay else tuple(() for _ in params)
 
 
-def _init_optimizer(optimizer: optax.GradientTransformation, params: tuple[Any, ...]) -> tuple[Any, ...]:
+def init_optimizer(optimizer: optax.GradientTransformation, params: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The optimiser's state before the first update."""
     return tuple(jax.vmap(optimizer.init)(group_params) for group_params in params)

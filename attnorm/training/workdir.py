@@ -61,7 +61,7 @@ def claimed(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) ->
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             _check(workdir, config, outputs)
-            stack.enter_context(_locked(workdir))
+            stack.enter_context(locked(workdir, "--workdir"))
             if not _check(workdir, config, outputs):  # again: another run may have been there first
                 write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
         except OSError as error:
@@ -88,14 +88,20 @@ def _check(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> 
 
 
 @contextlib.contextmanager
-def _locked(workdir: Path) -> Iterator[None]:
-    with open(workdir / LOCK, "a", encoding="utf-8") as file:
+def locked(folder: Path, option: str) -> Iterator[None]:
+    """Until the context ends, or the process dies, the folder, an argument of that option, is this run's.
+
+    Raises:
+      WorkdirError: it is another's.
+      OSError: it cannot be written.
+    """
+    with open(folder / LOCK, "a", encoding="utf-8") as file:
         if fcntl is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise WorkdirError(
-                    f"{workdir} is in use by another run. Wait for its end, or choose another --workdir."
+                    f"{folder} is in use by another run. Wait for its end, or choose another {option}."
                 ) from None
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
