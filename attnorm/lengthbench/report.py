@@ -294,8 +294,9 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
                 name: [diagnostic_median(cell, spec, name, factor, MAIN) for factor in (1, far)]
                 for name in ("output_variance", "effective_keys", "right_share")
             }
-            if lost and all(x for pair in near_far.values() for x in pair):
-                change = {name: math.log(b / a) for name, (a, b) in near_far.items()}
+            # Not every task has right keys.
+            change = {name: math.log(b / a) if a and b else None for name, (a, b) in near_far.items()}
+            if lost and None not in (change["output_variance"], change["effective_keys"]):
                 points.append((std.median(lost.values()), change))
         if len(points) < _FEWEST_FOR_CORRELATION:
             continue
@@ -303,7 +304,7 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
         moved = [
             [abs(change["output_variance"]) for _, change in points],
             [change["effective_keys"] for _, change in points],
-            [-change["right_share"] for _, change in points],
+            [change["right_share"] for _, change in points],
         ]
         rows.append([f"{task}, ×{far}", str(len(points)), *(_correlation(x, lost) for x in moved)])
     if not rows:
@@ -313,7 +314,7 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
         "contenders",
         "drift of the output's variance",
         "growth of N_eff",
-        "drop of the right share",
+        "growth of the right share",
     ]
     return [
         Heading("Does variance explain it?"),
@@ -365,8 +366,8 @@ def _seeds(number: int) -> str:
     return "1 seed" if number == 1 else f"{number} seeds"
 
 
-def _correlation(x: Sequence[float], y: Sequence[float]) -> str:
-    rho = rank_correlation(x, y)
+def _correlation(x: Sequence[float | None], y: Sequence[float]) -> str:
+    rho = None if None in x else rank_correlation(x, y)
     return _NOTHING if rho is None else f"{rho:.3g} (p = {rank_correlation_p(x, y):.2g})"
 
 

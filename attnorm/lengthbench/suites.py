@@ -86,6 +86,7 @@ SUITES = {
             tasks=("counting", "max_retrieval", "flip_flop", "mqar", "passkey"),
             also=(
                 *itertools.product(("counting", "max_retrieval"), _CONTROLS),
+                *itertools.product(("text",), ("softmax", "l2", *_CONTROLS[:2])),
                 *_TASK_CONTROLS,
             ),
             num_seeds=3,
@@ -104,7 +105,7 @@ SUITES = {
             name="full",
             contenders=(*_FULL, *_FULL_OTHERS),
             tasks=(
-                "counting", "max_retrieval", "mqar", "flip_flop", "sort", "reverse", "copy", "passkey",
+                "counting", "max_retrieval", "mqar", "flip_flop", "sort", "reverse", "copy", "passkey", "text",
             ),
             also=_TASK_CONTROLS,
             num_seeds=5,

@@ -13,6 +13,8 @@ from attnorm.data.passkey import VOCAB_SIZE as PASSKEY_VOCAB
 from attnorm.data.passkey import passkey_batch, passkey_chance
 from attnorm.data.reverse import reverse_batch
 from attnorm.data.sort import sort_batch, sort_chance
+from attnorm.data.text_windows import VOCAB_SIZE as TEXT_VOCAB
+from attnorm.data.text_windows import text_batch, text_chance
 from attnorm.lengthbench.counting import CountingSpec
 from attnorm.lengthbench.sequences import SequenceSpec
 from attnorm.lengthbench.suites import MAIN
@@ -131,6 +133,24 @@ def _passkey(suite: str) -> SequenceSpec:
     )
 
 
+def _text(suite: str) -> SequenceSpec:
+    length, num_steps = {"tiny": (16, 24), "small": (32, 720), "full": (256, 10_000)}[suite]
+    return SequenceSpec(
+        draw=text_batch,
+        length=length,
+        num_steps=num_steps,
+        vocab_size=TEXT_VOCAB,
+        position="rope",
+        metric="loss",
+        mastery=2.8,  # half a nat below the guess: next bytes depend on what was read
+        higher_is_better=False,
+        chance=lambda length: text_chance(),
+        variants={MAIN: {"held_out": True}},
+        facts="bytes of Python's manual, held-out documents; the loss at positions from half the length on; windows "
+        "of validation and test may overlap",
+    )
+
+
 TASKS: dict[str, Callable[[str], Spec]] = {
     "counting": _counting,
     "counting_batch_norm": lambda suite: dataclasses.replace(_counting(suite), norm="batch"),
@@ -142,6 +162,7 @@ TASKS: dict[str, Callable[[str], Spec]] = {
     "reverse": functools.partial(_transduction, reverse_batch, copy_chance, "rope"),
     "copy": functools.partial(_transduction, copy_batch, copy_chance, "rope"),
     "passkey": _passkey,
+    "text": _text,
     "passkey_nope": lambda suite: dataclasses.replace(_passkey(suite), position="none"),
 }
 
