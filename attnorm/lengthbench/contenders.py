@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -33,7 +34,7 @@ CONTROLS = (*_OUTPUTS, "temperature", "learned")
 # How far a parameter goes while a weight goes by 1. With Adam, a number moves by about its learning rate at each
 # update, in a whole run by the rate's sum, about 1: too little for p, or a bias, to leave where it started.
 _LEARNED_SPEED = 10.0
-# Which L_p softmax a temperature can be given to.
+# Names of L_p softmaxes. As such they share programs, and can be given a temperature.
 _P_OF = {"softmax": "1", "l2": "2"}
 
 
@@ -54,7 +55,17 @@ class Contender:
     learned: tuple[tuple[str, Learned], ...] = ()
 
     def normalizers(self) -> list[Normalizer]:
-        return [with_array_parameters(*parse_normalizer(spec)) for spec in self.specs]
+        return [with_array_parameters(*parse_normalizer(_as_lp(spec))) for spec in self.specs]
+
+    @property
+    def structure(self) -> Hashable:
+        """Contenders of one structure can share all programs of a task."""
+        return (
+            self.output,
+            self.learned,
+            self.learned and self.specs,
+            jax.tree.structure(self.normalizers()[0]),
+        )
 
     def initial_parameters(self, num_layers: int, num_heads: int) -> dict[str, Float[Array, "layers N"]]:
         """How far each learned parameter is from where it starts, which is what is trained: not at all."""
@@ -130,6 +141,10 @@ def parse_contender(name: str, temperatures: tuple[float, ...]) -> Contender:
     if control == "learned":
         return Contender(name, (spec,), learned=_learned(normalizer, params))
     raise ValueError(f"after the @ must stand one of {', '.join(CONTROLS)}, got {name!r}")
+
+
+def _as_lp(spec):
+    return f"lp(p={_P_OF[spec]})" if spec in _P_OF else spec
 
 
 def _learned(normalizer, params):

@@ -49,7 +49,6 @@ _TASK_CONTROLS = tuple(
 LEFT_OUT = {
     "lp": "is l2 as it stands",
     "entmax": "is entmax15 as it stands",
-    "critical": "is softmax as it stands; critical@learned is there",
     "affine": "is softmax as it stands; affine@learned is there",
     "yarn": "is softmax as it stands",
     "llama4": "is softmax up to 8192 keys",
@@ -57,7 +56,7 @@ LEFT_OUT = {
 }
 _FULL = tuple(name for name in normalizer_names() if name not in LEFT_OUT)
 _FULL_OTHERS = (
-    "lp(p=1.5)", "lp(p=4)", "ssmax@learned", "sink@learned", "critical@learned", "affine@learned",
+    "lp(p=1.5)", "lp(p=4)", "ssmax@learned", "sink@learned", "affine@learned",
     *_CONTROLS, "softmax@head_layer", "softmax@global_layer", "l2@temperature",
 )  # fmt: skip
 
@@ -97,7 +96,7 @@ SUITES = {
             features=48,
             num_heads=2,
             num_layers=2,
-            eval_tokens=2**16,
+            eval_tokens=2**15,
             diagnosed_positions=512,
             members_at_once=3,
         ),

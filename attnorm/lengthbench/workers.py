@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -96,7 +96,7 @@ def run_apart(pairs: Sequence[Pair], runner: Runner, board: Board, num_processes
     A process that dies, for want of memory for example, takes its cell with it, and no other.
     """
     context = multiprocessing.get_context("spawn")  # a fork would have JAX's threads halfway
-    waiting, working = list(reversed(pairs)), {}
+    waiting, working = list(pairs), {}
 
     def start(core):
         ours, theirs = context.Pipe()
@@ -105,9 +105,10 @@ def run_apart(pairs: Sequence[Pair], runner: Runner, board: Board, num_processes
         theirs.close()  # so that the end of the process is the end of the connection
         give(ours, process, core)
 
-    def give(connection, process, core):
+    def give(connection, process, core, last=None):
         if waiting:
-            pair = waiting.pop()
+            pair = _next(waiting, last, [each for each, _, _ in working.values()])
+            waiting.remove(pair)
             working[connection] = pair, process, core
             board.started(pair)
             connection.send(pair)
@@ -135,11 +136,28 @@ def run_apart(pairs: Sequence[Pair], runner: Runner, board: Board, num_processes
                     continue
                 del working[connection]
                 board.ended(pair, message)
-                give(connection, process, core)
+                give(connection, process, core, last=pair)
     finally:
         for _, process, _ in working.values():
             process.terminate()
             process.join()
+
+
+def _next(waiting: Sequence[Pair], last: Pair | None, elsewhere: Sequence[Pair]) -> Pair:
+    """One for which the process has the programs; else one for which no other process is making them."""
+
+    def cost(pair):
+        if last is not None and _programs(pair) == _programs(last):
+            return 0
+        return 2 if _programs(pair) in map(_programs, elsewhere) else 1
+
+    return min(waiting, key=cost)
+
+
+@functools.cache
+def _programs(pair: Pair) -> Hashable:
+    task, contender = pair
+    return task, contender.structure
 
 
 def _serve(connection: Connection, runner: Runner, core: int) -> None:

@@ -182,11 +182,11 @@ def test_every_suite_names_what_exists(tmp_path):
 def test_full_has_every_normaliser_but_those_that_are_another(tmp_path):
     named = {name.partition("@")[0] for name in SUITES["full"].contenders}
     assert set(LEFT_OUT) < set(normalizer_names())
-    assert set(normalizer_names()) - named == set(LEFT_OUT) - {"lp", "critical", "affine"}
+    assert set(normalizer_names()) - named == set(LEFT_OUT) - {"lp", "affine"}
     logits = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
     for name, same in {"lp": "l2", "entmax": "entmax15"}.items():
         np.testing.assert_array_equal(weights(name, logits), weights(same, logits))
-    for name in ("critical", "affine", "yarn", "llama4"):
+    for name in ("affine", "yarn", "llama4"):
         np.testing.assert_allclose(weights(name, logits), weights("softmax", logits), rtol=1e-6)
 
 
