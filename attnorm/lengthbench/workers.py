@@ -115,10 +115,10 @@ def run_apart(pairs: Sequence[Pair], runner: Runner, board: Board, num_processes
         else:
             connection.close()
 
-    ours = cores()
+    own = cores()
     try:
         for index in range(min(num_processes, len(pairs))):
-            start(ours[index % len(ours)])
+            start(own[index % len(own)])
         while working:
             for connection in multiprocessing.connection.wait(list(working)):
                 pair, process, core = working[connection]
