@@ -37,10 +37,8 @@ class Suite:
         return grid if contenders or tasks else [*grid, *self.also]
 
 
-_CONTROLS = (
-    "softmax@sqrt_position", "softmax@head_rms", "softmax@temperature",
-    "lp(p=1)@learned", "lp@learned", "lp(p=4)@learned",
-)  # fmt: skip
+_CONTROLS = ("softmax@sqrt_position", "softmax@head_rms", "softmax@temperature", "lp@learned")
+_OTHER_STARTS = ("lp(p=1)@learned", "lp(p=4)@learned")
 _SMALL = ("softmax", "l2", "lp(p=4)", "linf", "ssmax@learned", "sink@learned", "sigmoid", "entmax15")
 _TASK_CONTROLS = tuple(
     itertools.product(("counting_batch_norm", "counting_keep_optimizer", "passkey_nope"), ("softmax", "l2"))
@@ -57,7 +55,7 @@ LEFT_OUT = {
 _FULL = tuple(name for name in normalizer_names() if name not in LEFT_OUT)
 _FULL_OTHERS = (
     "lp(p=1.5)", "lp(p=4)", "ssmax@learned", "sink@learned", "affine@learned",
-    *_CONTROLS, "softmax@head_layer", "softmax@global_layer", "l2@temperature",
+    *_CONTROLS, *_OTHER_STARTS, "softmax@head_layer", "softmax@global_layer", "l2@temperature",
 )  # fmt: skip
 
 SUITES = {
@@ -85,6 +83,7 @@ SUITES = {
             tasks=("counting", "max_retrieval", "flip_flop", "mqar", "passkey"),
             also=(
                 *itertools.product(("counting", "max_retrieval"), _CONTROLS),
+                *itertools.product(("counting",), _OTHER_STARTS),
                 *itertools.product(("text",), ("softmax", "l2", *_CONTROLS[:2])),
                 *_TASK_CONTROLS,
             ),

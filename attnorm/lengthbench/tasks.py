@@ -50,7 +50,7 @@ def _max_retrieval(suite: str) -> SequenceSpec:
 
 
 def _mqar(suite: str) -> SequenceSpec:
-    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 720, 32), "full": (64, 10_000, 8192)}[
+    length, num_steps, vocab_size = {"tiny": (8, 24, 8), "small": (32, 600, 32), "full": (64, 10_000, 8192)}[
         suite
     ]
 
@@ -112,7 +112,7 @@ def _transduction(
 
 
 def _passkey(suite: str) -> SequenceSpec:
-    length, num_steps, num_digits = {"tiny": (16, 24, 2), "small": (32, 720, 3), "full": (256, 10_000, 5)}[
+    length, num_steps, num_digits = {"tiny": (16, 24, 2), "small": (32, 600, 3), "full": (256, 10_000, 5)}[
         suite
     ]
     return SequenceSpec(
@@ -134,7 +134,7 @@ def _passkey(suite: str) -> SequenceSpec:
 
 
 def _text(suite: str) -> SequenceSpec:
-    length, num_steps = {"tiny": (16, 24), "small": (32, 720), "full": (256, 10_000)}[suite]
+    length, num_steps = {"tiny": (16, 24), "small": (32, 600), "full": (256, 10_000)}[suite]
     return SequenceSpec(
         draw=text_batch,
         length=length,
