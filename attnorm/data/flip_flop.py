@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Bool, PRNGKeyArray
 
 from attnorm.data.questions import Questions
 
@@ -58,6 +58,22 @@ def flip_flop_batch(key: PRNGKeyArray, batch_size: int, length: int, *, ignore: 
         is_asked=at_instructions(is_read, False),
         source=at_instructions(jnp.where(is_read, 2 * last_write + 1, -1), -1),
     )
+
+
+def flip_flop_right(questions: Questions) -> Bool[Array, "B T S"]:
+    """For each read, the keys whose bit is the answer: that of the last write, and of every read since.
+
+    >>> import jax
+    >>> from attnorm.data.flip_flop import flip_flop_batch, flip_flop_right
+    >>> questions = flip_flop_batch(jax.random.key(0), batch_size=1, length=8, ignore=1.0)
+    >>> flip_flop_right(questions)[0, 6].tolist()
+    [False, True, False, False, False, False, False, False]
+    """
+    key = jnp.arange(questions.inputs.shape[1])
+    instruction = jnp.roll(questions.inputs, 1, axis=1)  # at a bit, what stands before it
+    is_kept = (key % 2 == 1) & (instruction != IGNORE)
+    is_since = (key >= questions.source[..., None]) & (key <= key[:, None])
+    return questions.is_asked[..., None] & is_kept[:, None, :] & is_since
 
 
 def flip_flop_chance() -> float:

@@ -13,7 +13,7 @@ class Questions(NamedTuple):
     inputs: Int[Array, "B T"] | Float[Array, "B T V"]  # tokens, or mixtures of tokens
     answers: Int[Array, "B T"]  # a token; 0 where nothing is asked
     is_asked: Bool[Array, "B T"]
-    source: Int[Array, "B T"]  # the position that holds the answer; -1 where nothing is asked
+    source: Int[Array, "B T"]  # the position that holds the answer; -1 where nothing is asked, or none does
 
 
 def sizes(

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attnorm.lengthbench.suites import SUITES
@@ -14,8 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     try:
-        from attnorm.lengthbench.grid import GridError, make_grid, run
+        from attnorm.lengthbench.grid import GridError, default_processes, finished, make_grid, run
         from attnorm.lengthbench.report import write_report
+        from attnorm.training.workdir import WorkdirError
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("attnorm"):
             raise
@@ -27,8 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "attnorm.lengthbench", *arguments])
     try:
         grid = make_grid(suite, options.out, command, options.normalizers, options.tasks)
-        paths = write_report(grid, run(grid))
-    except GridError as error:
+        with grid.claimed():
+            errors = run(grid, options.jobs or default_processes())
+            grid, cells = finished(grid)
+            paths = write_report(grid, cells) if cells else []
+    except (GridError, WorkdirError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -41,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     for path in paths:
         print(path)
-    return 0
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,18 +73,28 @@ def _parser() -> argparse.ArgumentParser:
         "softmax@temperature, lp@learned",
     )
     add("--tasks", metavar="NAME", nargs="+", help="instead of the suite's")
-    add("--seeds", metavar="N", type=_seeds, help="how many, 1 to 16, instead of the suite's number")
+    add("--seeds", metavar="N", type=_whole(16), help="how many, 1 to 16, instead of the suite's number")
+    add(
+        "--jobs",
+        metavar="N",
+        type=_whole(1024),
+        help="cells that run side by side, each on one core; without it, on CPUs as many as there are cores, and on "
+        "an accelerator one",
+    )
     return parser
 
 
-def _seeds(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if not 1 <= number <= 16:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 to 16 is wanted, got {text!r}")
-    return number
+def _whole(most: int) -> Callable[[str], int]:
+    def parse(text):
+        try:
+            number = int(text)
+        except ValueError:
+            number = 0
+        if not 1 <= number <= most:
+            raise argparse.ArgumentTypeError(f"a whole number from 1 to {most} is wanted, got {text!r}")
+        return number
+
+    return parse
 
 
 if __name__ == "__main__":

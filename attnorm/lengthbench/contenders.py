@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -30,7 +31,10 @@ _OUTPUTS: Mapping[str, Callable[[Output], Output]] = {
     "global_layer": functools.partial(output_norms.global_layer, eps=1e-5),
 }
 CONTROLS = (*_OUTPUTS, "temperature", "learned")
-# Which L_p softmax a temperature can be given to.
+# How far a parameter goes while a weight goes by 1. With Adam, a number moves by about its learning rate at each
+# update, in a whole run by the rate's sum, about 1: too little for p, or a bias, to leave where it started.
+_LEARNED_SPEED = 10.0
+# Names of L_p softmaxes. As such they share programs, and can be given a temperature.
 _P_OF = {"softmax": "1", "l2": "2"}
 
 
@@ -51,12 +55,32 @@ class Contender:
     learned: tuple[tuple[str, Learned], ...] = ()
 
     def normalizers(self) -> list[Normalizer]:
-        return [with_array_parameters(*parse_normalizer(spec)) for spec in self.specs]
+        return [with_array_parameters(*parse_normalizer(_as_lp(spec))) for spec in self.specs]
+
+    @property
+    def structure(self) -> Hashable:
+        """Contenders of one structure can share all programs of a task."""
+        return (
+            self.output,
+            self.learned,
+            self.learned and self.specs,
+            jax.tree.structure(self.normalizers()[0]),
+        )
 
     def initial_parameters(self, num_layers: int, num_heads: int) -> dict[str, Float[Array, "layers N"]]:
-        """The unbounded numbers from which the learned parameters are made."""
+        """How far each learned parameter is from where it starts, which is what is trained: not at all."""
+        return {name: jnp.zeros((num_layers, num_heads), jnp.float32) for name, _ in self.learned}
+
+    def learned_values(self, parameters: Mapping[str, Float[Array, "..."]]) -> dict[str, Float[Array, "..."]]:
+        """The learned parameters themselves.
+
+        >>> from attnorm.lengthbench.contenders import parse_contender
+        >>> contender = parse_contender("lp(p=3)@learned", ())
+        >>> print(contender.learned_values(contender.initial_parameters(1, 2))["p"])
+        [[3. 3.]]
+        """
         return {
-            name: jnp.full((num_layers, num_heads), learned.start(), jnp.float32)
+            name: learned.value(learned.start() + _LEARNED_SPEED * parameters[name])
             for name, learned in self.learned
         }
 
@@ -81,10 +105,9 @@ class Contender:
 
         return attend
 
-    def _learned_normalizer(self, unbounded):
+    def _learned_normalizer(self, parameters):
         name, fixed = parse_normalizer(self.specs[0])
-        values = {param: learned.value(unbounded[param]) for param, learned in self.learned}
-        return get_normalizer(name, **(fixed | values))
+        return get_normalizer(name, **(fixed | self.learned_values(parameters)))
 
 
 def parse_contender(name: str, temperatures: tuple[float, ...]) -> Contender:
@@ -118,6 +141,10 @@ def parse_contender(name: str, temperatures: tuple[float, ...]) -> Contender:
     if control == "learned":
         return Contender(name, (spec,), learned=_learned(normalizer, params))
     raise ValueError(f"after the @ must stand one of {', '.join(CONTROLS)}, got {name!r}")
+
+
+def _as_lp(spec):
+    return f"lp(p={_P_OF[spec]})" if spec in _P_OF else spec
 
 
 def _learned(normalizer, params):

@@ -1,7 +1,9 @@
 """What attention does where something is asked: how many keys it reads, which, and what comes out."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -22,18 +24,33 @@ def diagnose(
     params: Any,
     model_state: Any,
     normalizer: Normalizer,
-    batch: Any,
-    positions: Int[Array, "B"],
+    draw: Callable[[Int[Array, ""]], tuple[Any, Int[Array, "B"]]],
+    num_draws: int,
     num_groups: int,
 ) -> dict[str, Float[Array, "groups"]]:
-    """The :data:`DIAGNOSTICS` of one model, averaged over the questions of each group of a batch.
+    """The :data:`DIAGNOSTICS` of one model, averaged over the questions of each group of all batches.
 
-    Dense: O(T²) memory.
+    Dense: O(T²) memory, for one batch at a time.
 
     Args:
-      positions: of each sequence; later ones are padding.
-      num_groups: equal parts of the batch, one after the other.
+      draw: ``draw(index)`` gives a batch, and how many positions each sequence has; later ones are padding.
+      num_groups: equal parts of a batch, one after the other.
     """
+
+    def of_batch(index):
+        return _sums(task, params, model_state, normalizer, *draw(index), num_groups)
+
+    by_batch = jax.lax.map(of_batch, jnp.arange(num_draws))
+    sums, count = jax.tree.map(lambda x: jnp.sum(x, axis=0), by_batch)
+    result = {}
+    for name, sums_LxGxN in sums.items():
+        reduce = jnp.max if name == "right_share" else jnp.mean
+        result[name] = reduce(sums_LxGxN / count[:, None], axis=(0, 2))
+    return result
+
+
+def _sums(task, params, model_state, normalizer, batch, positions, num_groups):
+    """Sums over the questions, by layer, group and head, and how many questions a group has."""
     weights, outputs = [], []
 
     def attention(query, key, value, *, normalizer=normalizer, **options):
@@ -47,7 +64,7 @@ def diagnose(
 
     def over_questions(x_BxNxT):
         sums_BxN = jnp.sum(jnp.where(is_asked[:, None], x_BxNxT, 0), axis=2)
-        return jnp.sum(sums_BxN.reshape(num_groups, -1, sums_BxN.shape[1]), axis=1) / count[:, None]
+        return jnp.sum(sums_BxN.reshape(num_groups, -1, sums_BxN.shape[1]), axis=1)
 
     layers = []
     for y_BxNxTxS, out_BxTxNxH in zip(weights, outputs, strict=True):
@@ -65,9 +82,4 @@ def diagnose(
                 "right_share": over_questions(right / jnp.where(total > 0, total, 1)),
             }
         )
-    result = {}
-    for name in DIAGNOSTICS:
-        by_layer_and_head = jnp.stack([layer[name] for layer in layers])
-        reduce = jnp.max if name == "right_share" else jnp.mean
-        result[name] = reduce(by_layer_and_head, axis=(0, 2))
-    return result
+    return jax.tree.map(lambda *x: jnp.stack(x), *layers), count

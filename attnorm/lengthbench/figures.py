@@ -49,7 +49,7 @@ def task_figure(task: str, spec, cells: Sequence[Cell]) -> bytes:
         chance = [spec.chance(length) for length in lengths]
         main.plot(lengths, chance, color="0.5", linewidth=1, label="guess")
         main.set_ylabel(spec.metric)
-        if not spec.higher_is_better:
+        if spec.is_ratio:
             main.set_yscale("log")
         for axes, label in zip(others, _DIAGNOSED.values(), strict=True):
             axes.set_ylabel(label)

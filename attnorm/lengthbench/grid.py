@@ -1,24 +1,22 @@
-"""The grid: which cells there are, which are missing, and their running, one after the other, with progress."""
+"""The grid: which cells there are, which are missing, their running with progress, and what a folder has of them."""
 
+import contextlib
 import dataclasses
-import errno
 import functools
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from attnorm.bench.report import new_report
-from attnorm.lengthbench.cell import num_updates, run_cell, settings_of
-from attnorm.lengthbench.contenders import Contender, parse_contender
-from attnorm.lengthbench.programs import Programs
-from attnorm.lengthbench.store import Cell, DamagedCell, cell_path, read_cell, write_cell
+from attnorm.lengthbench.cell import num_updates, settings_of
+from attnorm.lengthbench.contenders import parse_contender
+from attnorm.lengthbench.store import Cell, DamagedCell, cell_path, read_cell
 from attnorm.lengthbench.suites import Suite
 from attnorm.lengthbench.tasks import TASKS
+from attnorm.lengthbench.workers import Pair, Runner, cores, run_apart, run_here
 from attnorm.training.metrics import Progress
+from attnorm.training.workdir import locked
 
 
 class GridError(ValueError):
@@ -30,7 +28,7 @@ class Grid:
     """All cells of a command, and where they are."""
 
     suite: Suite
-    cells: tuple[tuple[str, Contender], ...]  # pairs of a task and a contender
+    cells: tuple[Pair, ...]
     out: Path
     command: str
 
@@ -38,8 +36,18 @@ class Grid:
     def specs(self) -> dict[str, Any]:
         return {task: TASKS[task](self.suite.name) for task, _ in self.cells}
 
-    def path(self, task: str, contender: Contender) -> Path:
-        return cell_path(self.out, task, contender.name)
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Until the context ends, or the process dies, no other run can write to the folder.
+
+        Raises:
+          WorkdirError: another run does.
+          OSError: the folder cannot be written.
+        """
+        folder = self.out / "cells"
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, "--out"):
+            yield
 
 
 def make_grid(
@@ -59,9 +67,11 @@ def make_grid(
         if task not in TASKS:
             raise GridError(f"tasks must be of {', '.join(TASKS)}, got {task!r}")
         try:
-            cells.append((task, parse_contender(name, suite.temperatures)))
+            contender = parse_contender(name, suite.temperatures)
+            contender.normalizers()
         except (TypeError, ValueError) as error:
             raise GridError(f"normalizers: {name!r}: {error}") from error
+        cells.append((task, contender))
     if len(set(cells)) < len(cells):
         raise GridError("normalizers and tasks must be without repetition")
     if out.exists() and not (out / "cells").is_dir() and any(out.iterdir()):
@@ -69,92 +79,123 @@ def make_grid(
     return Grid(suite, tuple(cells), out, command)
 
 
-def run(grid: Grid) -> list[Cell]:
-    """All cells of the grid; those that are complete are read, the others are run and written, each when it is done.
+def default_processes() -> int:
+    """On CPUs as many as there are cores, for XLA gains less from a second one; an accelerator has one process."""
+    return len(cores()) if jax.devices()[0].platform == "cpu" else 1
+
+
+def run(grid: Grid, num_processes: int = 1) -> list[str]:
+    """Runs the cells of the grid that are not complete; each is written when it is done.
+
+    Args:
+      num_processes: from 2 on, that many cells run side by side, with a core each.
+
+    Returns:
+      What went wrong, by cell.
 
     Raises:
-      GridError, OSError: a cell of other settings, or a folder that cannot be written, before anything is run.
+      GridError, OSError: a cell of other settings, or one that cannot be read, before anything is run.
     """
-    found = {}
+    missing = _missing(grid)
+    board = _Board(grid, missing)
+    runner = Runner(grid.suite, grid.out, grid.command)
+    try:
+        if num_processes == 1:
+            run_here(missing, runner, board)
+        else:
+            run_apart(missing, runner, board, num_processes)
+    finally:
+        board.progress.close()
+    return board.errors
+
+
+def finished(grid: Grid) -> tuple[Grid, list[Cell]]:
+    """All complete cells of the folder that are of this suite, also those that other commands have added."""
+    suite, found = grid.suite, {}
+    for path in sorted((grid.out / "cells").glob("*/*.json")):
+        try:
+            cell = read_cell(path)
+            task = cell["task"]
+            contender = parse_contender(cell["contender"], suite.temperatures)
+            _require_settings(path, cell, settings_of(suite, TASKS[task](suite.name)))
+        except (DamagedCell, GridError) as error:
+            print(f"not in the report: {error}", flush=True)
+        except (KeyError, TypeError, ValueError) as error:
+            print(f"not in the report: {path}, of another version: {error!r}", flush=True)
+        else:
+            found[task, contender] = cell
+    order = [*suite.cells((), ()), *((task, contender.name) for task, contender in grid.cells)]
+
+    def place(pair):
+        name = pair[0], pair[1].name
+        return (order.index(name) if name in order else len(order), name)
+
+    pairs = sorted(found, key=place)
+    return dataclasses.replace(grid, cells=tuple(pairs)), [found[pair] for pair in pairs]
+
+
+def _missing(grid: Grid) -> list[Pair]:
+    """By task, so that what is compiled serves as many cells as it can."""
+    missing = []
     for task, contender in grid.cells:
-        path = grid.path(task, contender)
+        path = cell_path(grid.out, task, contender.name)
         try:
             cell = read_cell(path)
         except DamagedCell as error:
             print(f"damaged, and run again: {error}", flush=True)
-            continue
-        if cell is not None:
+            cell = None
+        if cell is None:
+            missing.append((task, contender))
+        else:
             _require_settings(path, cell, settings_of(grid.suite, grid.specs[task]))
-            found[task, contender] = cell
     tasks = list(grid.specs)
-    missing = [pair for pair in grid.cells if pair not in found]
-    missing.sort(key=lambda pair: tasks.index(pair[0]))
-    updates = {(t, c): num_updates(grid.suite, grid.specs[t], c) for t, c in missing}
-    print(
-        f"suite {grid.suite.name}: {len(grid.cells)} cells, {len(found)} of them complete; "
-        f"{sum(updates.values()):,} updates to do, on {jax.devices()[0].device_kind}",
-        flush=True,
-    )
-    if missing:
-        _require_writable(grid.out / "cells")
-    progress = Progress(0, max(1, sum(updates.values())))
-    done, programs, last_task = 0, {}, None
-    try:
-        for task, contender in missing:
-            start = time.monotonic()
-            name = f"{task}, {contender.name}"
-            progress.print(f"{name}: compiling and training")
-            spec = grid.specs[task]
-            if task != last_task:
-                programs, last_task = {}, task
-            # What a program has of a contender is this alone; the normaliser is an argument.
-            kind = contender.output, contender if contender.learned else None
-            if kind not in programs:
-                programs[kind] = Programs(spec.make(contender, grid.suite), grid.suite)
-            results = run_cell(programs[kind], grid.suite, contender, _advance(progress, done, name))
-            made = new_report(
-                "length benchmark",
-                command=grid.command,
-                device=jax.devices()[0].device_kind,
-                seconds=round(time.monotonic() - start, 1),
-            )
-            cell = {
-                "task": task,
-                "contender": contender.name,
-                "settings": settings_of(grid.suite, spec),
-                **results,
-                "made": made,
-            }
-            write_cell(grid.path(task, contender), cell)
-            found[task, contender] = cell
-            done += updates[task, contender]
-    finally:
-        progress.close()
-    return [found[pair] for pair in grid.cells]
+    return sorted(missing, key=lambda pair: tasks.index(pair[0]))
 
 
-def _advance(progress: Progress, done: int, name: str) -> Callable[[int, str | None], None]:
-    def advance(count, message):
-        nonlocal done
-        done += count
-        progress.step(done, message and f"{name}  {message}")
+class _Board:
+    """Shows how far all cells together are, and keeps what went wrong."""
 
-    return advance
+    def __init__(self, grid: Grid, missing: Sequence[Pair]):
+        self.errors: list[str] = []
+        self._left = {pair: num_updates(grid.suite, grid.specs[pair[0]], pair[1]) for pair in missing}
+        total = sum(self._left.values())
+        print(
+            f"suite {grid.suite.name}: {len(grid.cells)} cells, {len(grid.cells) - len(missing)} of them complete; "
+            f"{total:,} updates to do, on {jax.devices()[0].device_kind}",
+            flush=True,
+        )
+        self._total = max(1, total)
+        self.progress = Progress(0, self._total)
+
+    def started(self, pair):
+        self.progress.print(f"{_name(pair)}: compiling and training")
+
+    def advanced(self, pair, count, message):
+        self._left[pair] -= count
+        self._step(message and f"{_name(pair)}  {message}")
+
+    def ended(self, pair, error):
+        self._left[pair] = 0
+        self._step(None)
+        if error is not None:
+            self.errors.append(f"{_name(pair)}: {error.strip()}")
+            self.progress.print(f"failed: {_name(pair)}; the others go on")
+
+    def _step(self, message):
+        self.progress.step(self._total - sum(self._left.values()), message)
 
 
-def _require_writable(folder: Path) -> None:
-    """An OSError now, not when the first cell is done."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+def _name(pair: Pair) -> str:
+    return f"{pair[0]}, {pair[1].name}"
 
 
 def _require_settings(path: Path, cell: Cell, wanted: dict[str, Any]) -> None:
+    found = cell["settings"]
     changed = [
-        f"{section}.{key} was {cell['settings'][section].get(key)!r}, now {value!r}"
+        f"{section}.{key} was {found.get(section, {}).get(key)!r}, now {values.get(key)!r}"
         for section, values in wanted.items()
-        for key, value in values.items()
-        if cell["settings"][section].get(key) != value
+        for key in values
+        if found.get(section, {}).get(key) != values[key]
     ]
     if changed:
         raise GridError(f"{path} is of other settings: {'; '.join(changed)}. Choose another --out.")

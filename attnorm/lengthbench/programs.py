@@ -1,5 +1,6 @@
 """The compiled programs of a task: members of any seed and learning rate train, and are evaluated, side by side."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -11,19 +12,28 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from attnorm.lengthbench.diagnostics import diagnose
-from attnorm.lengthbench.evaluation import SPLITS, Evaluation, Place, buckets, draw_padded
+from attnorm.lengthbench.evaluation import (
+    SPLITS,
+    Evaluation,
+    Place,
+    buckets,
+    draw_padded,
+    num_sequences,
+)
 from attnorm.lengthbench.suites import MAIN, Suite
 from attnorm.normalizers import Normalizer
 from attnorm.training.config import EnsembleConfig, MeshConfig, OptimizerConfig, TrainConfig
 from attnorm.training.ensemble import Group
 from attnorm.training.mesh import make_mesh
 from attnorm.training.optimizer import make_optimizer
-from attnorm.training.state import TrainState, init_state, reset_optimizer
+from attnorm.training.placement import shardings
+from attnorm.training.state import TrainState, init_optimizer, init_state
 from attnorm.training.step import make_evaluate, make_train_step
 
 # A stage in parts, between which the progress bar moves.
 _PARTS, _PARTS_A_LINE = 20, 5
-_DIAGNOSED_SEQUENCES = 4
+# Dense weights take memory: of so many sequences at a time, so many times.
+DIAGNOSED_SEQUENCES, DIAGNOSED_DRAWS = 4, 8
 
 
 class Members(NamedTuple):
@@ -57,30 +67,35 @@ class Programs:
         self.task = task
         self.stages = task.stages
         self._suite = suite
-        self._config = _train_config(suite, getattr(task.spec, "reset_optimizer", True))
+        self._config = train_config(suite, task.spec)
         self._mesh = make_mesh(self._config.mesh)
         self._optimizer = optax.chain(make_optimizer(self._config.optimizer), _scale_by_member())
         self._start = jax.jit(self._make_start)
+        self._reset = jax.jit(self._make_reset)
         self._advance = {
             stage.index: jax.jit(functools.partial(self._make_advance, stage), donate_argnums=0)
             for stage in task.stages
         }
         spec = task.spec
         self._buckets = buckets(suite.factors, spec.length, tuple(spec.variants))
-        self._diagnosed = tuple(
-            (factor * spec.length, MAIN)
-            for factor in suite.factors
-            if spec.width * factor * spec.length <= suite.diagnosed_positions
-        )
+        self._diagnosed = [
+            tuple(
+                (length, variant)
+                for length, variant in bucket
+                if variant == MAIN and spec.width * length <= suite.diagnosed_positions
+            )
+            for bucket in self._buckets
+        ]
         self._evaluate = functools.cache(self._make_evaluate)
-        self._diagnose = jax.jit(self._make_diagnose)
+        self._diagnose = jax.jit(self._make_diagnose, static_argnums=0)
 
     def train(self, members: Members, progress: Callable[[int, str | None], None]) -> TrainState:
         """The state after the last update; progress hears of the updates since it last did, and at times of the loss."""
         state = self._start(members.seeds, members.learning_rates)
         for stage in self.stages:
             if stage.index and self._config.optimizer.reset_optimizer:
-                state = _with_rates(reset_optimizer(state, self._optimizer), members.learning_rates)
+                fresh = self._reset(state.params, members.learning_rates)
+                state = dataclasses.replace(state, optimizer_state=fresh)
             part = math.ceil(stage.num_steps / _PARTS)
             for index, done in enumerate(range(0, stage.num_steps, part)):
                 count = min(part, stage.num_steps - done)
@@ -105,11 +120,24 @@ class Programs:
 
     def diagnose(self, state: TrainState, members: Members) -> dict[Place, dict[str, Float[Array, "M"]]]:
         """See :func:`attnorm.lengthbench.diagnostics.diagnose`; at lengths whose weights fit into memory."""
-        found = self._diagnose(state.params[0], state.model_state[0], members.normalizer)
+        by_place = {}
+        for places in filter(None, self._diagnosed):
+            found = self._diagnose(places, state.params[0], state.model_state[0], members.normalizer)
+            for index, place in enumerate(places):
+                by_place[place] = {name: values[:, index] for name, values in found.items()}
+        return by_place
+
+    def num_tested(self) -> dict[Place, int]:
+        """Of how many sequences the metrics of a member are."""
         return {
-            place: {name: values[:, index] for name, values in found.items()}
-            for index, place in enumerate(self._diagnosed)
+            place: num_sequences(self._suite, self.task.spec, bucket)
+            for bucket in self._buckets
+            for place in bucket
         }
+
+    def num_diagnosed(self) -> dict[Place, int]:
+        number = DIAGNOSED_SEQUENCES * DIAGNOSED_DRAWS
+        return {place: number for places in self._diagnosed for place in places}
 
     def _message(self, stage, loss):
         loss = jax.device_get(loss)
@@ -121,7 +149,12 @@ class Programs:
     def _make_start(self, seeds, learning_rates):
         groups = (Group((), None, seeds),)  # weights do not depend on the normaliser
         state = init_state(self.task, groups, self._optimizer, self._config, self._mesh)
-        return _with_rates(state, learning_rates)
+        rated = _with_rates(state.optimizer_state, learning_rates)
+        return dataclasses.replace(state, optimizer_state=rated)
+
+    def _make_reset(self, params, learning_rates):
+        fresh = _with_rates(init_optimizer(self._optimizer, params), learning_rates)
+        return jax.lax.with_sharding_constraint(fresh, shardings(fresh, self._mesh))
 
     def _make_advance(self, stage, state, members, count):
         step = make_train_step(
@@ -142,15 +175,20 @@ class Programs:
 
         return jax.jit(evaluate)
 
-    def _make_diagnose(self, *members):
+    def _make_diagnose(self, places, *members):
+        def draw(index):
+            return draw_padded(self.task, _diagnosed_key(index), DIAGNOSED_SEQUENCES, places)
+
         def of_member(member):
-            params, model_state, normalizer = member
-            places = self._diagnosed
-            batch, positions = draw_padded(self.task, jax.random.key(1), _DIAGNOSED_SEQUENCES, places)
-            return diagnose(self.task, params, model_state, normalizer, batch, positions, len(places))
+            return diagnose(self.task, *member, draw, DIAGNOSED_DRAWS, len(places))
 
         # One member at a time, because dense weights take memory.
         return jax.lax.map(of_member, members)
+
+
+def _diagnosed_key(index: Int[Array, ""]) -> jax.Array:
+    """Beside the keys of initial weights, training and evaluation, which fold 0, 1 and 2 in."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 3), index)
 
 
 def _scale_by_member() -> optax.GradientTransformation:
@@ -163,15 +201,18 @@ def _scale_by_member() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _with_rates(state: TrainState, rates: Float[Array, "M"]) -> TrainState:
+def _with_rates(optimizer_state: Any, rates: Float[Array, "M"]) -> Any:
     def is_rate(x):
         return isinstance(x, MemberRate)
 
-    # A copy each time: the training step gives its state's memory away.
-    return jax.tree.map(lambda x: MemberRate(jnp.copy(rates)) if is_rate(x) else x, state, is_leaf=is_rate)
+    def with_rate(x):
+        # A copy each time: the training step gives its state's memory away.
+        return MemberRate(jnp.copy(rates)) if is_rate(x) else x
+
+    return jax.tree.map(with_rate, optimizer_state, is_leaf=is_rate)
 
 
-def _train_config(suite: Suite, resets_optimizer: bool) -> TrainConfig:
+def train_config(suite: Suite, spec: Any) -> TrainConfig:
     """Members have learning rates of their own, so the config's is 1."""
     return TrainConfig(
         experiment="lengthbench",
@@ -188,7 +229,7 @@ def _train_config(suite: Suite, resets_optimizer: bool) -> TrainConfig:
             clip_norm=1.0,
             warmup_fraction=0.1,
             cooldown_fraction=0.4,
-            reset_optimizer=resets_optimizer,
+            reset_optimizer=getattr(spec, "reset_optimizer", True),
         ),
         mesh=MeshConfig(data=-1, fsdp=1, context=1, tensor=1),
         accumulation_steps=1,

@@ -20,6 +20,7 @@ from attnorm.lengthbench.statistics import (
     passed_seeds,
     range_of,
     rank_correlation,
+    rank_correlation_p,
     sign_flip_p,
     sign_test_p,
 )
@@ -40,7 +41,7 @@ def write_report(grid: Grid, cells: Sequence[Cell]) -> list[Path]:
         task: Image(
             f"figures/{task}.svg",
             task_figure(task, grid.specs[task], of_task),
-            _caption(task, grid.specs[task]),
+            _caption(task, grid.specs[task], of_task),
         )
         for task, of_task in table.by_task.items()
     }
@@ -121,39 +122,51 @@ def _facts(grid: Grid, table: _Cells) -> list[Block]:
 
 
 def _how_to_read(grid: Grid) -> list[Block]:
+    num_seeds = grid.suite.num_seeds
     tasks = [
         [
             task,
             str(spec.length),
             str(spec.num_steps),
+            spec.position,
             spec.metric + (" (higher is better)" if spec.higher_is_better else " (lower is better)"),
             f"{spec.mastery:g}",
             f"{spec.chance(spec.length):.3g}",
+            spec.facts,
         ]
         for task, spec in grid.specs.items()
     ]
     return [
         Text(
-            "Every number is of the last checkpoint. A contender's learning rate, and its temperature where it has "
-            "several, had the lowest loss on validation sequences of the training length, with a seed that is not "
-            "reported. A seed that does not reach the gate at the training length is not read at other lengths: "
-            "tables give the median (minimum to maximum) of the seeds that do, and how many these are where some do "
-            "not. A gain is the mean difference of the metric between runs of the same seed, where both pass the "
-            "gate; where lower is better, that of its negative logarithm. Its p-value is that of sign flips, which "
-            "for n pairs is at least 2^(1 - n)."
+            "Every number is of the last checkpoint. A contender's learning rate had the lowest loss on validation "
+            "sequences of the training length, with a seed that is not reported; edge: it is the smallest or "
+            "largest that was tried. A temperature was chosen likewise, with the best rate of the middle one. A "
+            "seed that does not reach the gate at the training length is not read at other lengths: tables give the "
+            "median (minimum to maximum) of the seeds that do, and how many these are where some do not."
         ),
-        Table(["task", "training length", "updates", "metric", "gate", "guess"], tasks),
+        Text(
+            "A gain is the mean difference of the metric between runs of the same seed, positive where the "
+            "contender is better; of the logarithm where the metric is an error over that of a guess. At the training "
+            "length all seeds count, at others those with which both pass the gate. Its p-value is that of sign "
+            f"flips: with {_seeds(num_seeds)} no single p is below {2.0 ** (1 - num_seeds):g}. The last column has "
+            "one vote a task, the sign of the mean gain over seeds, without tasks that are controls of others, and "
+            "is not corrected for the number of tables."
+        ),
+        Table(["task", "training length", "updates", "positions", "metric", "gate", "guess", ""], tasks),
     ]
 
 
 def _mastery_table(grid: Grid, table: _Cells) -> Table:
     """Without the gate, for here it is."""
-    return _table(grid, table, lambda cell, spec: _ungated(cell, spec))
+    rates = grid.suite.learning_rates
 
+    def text(cell, spec):
+        r = range_of(cell, spec, 1, MAIN, gated=False)
+        rate = cell["chosen"]["learning_rate"]
+        edge = " (edge)" if rate in (min(rates), max(rates)) else ""
+        return f"{_range(r)}, passed {r.num_passed}/{r.num_seeds}, rate {rate:g}{edge}"
 
-def _ungated(cell, spec):
-    r = range_of(cell, spec, 1, MAIN, gated=False)
-    return f"{_range(r)}, passed {r.num_passed}/{r.num_seeds}, rate {cell['chosen']['learning_rate']:g}"
+    return _table(grid, table, text)
 
 
 def _range_table(grid: Grid, table: _Cells, factor: int) -> Table:
@@ -176,7 +189,10 @@ def _variants(grid: Grid, table: _Cells, task: str) -> list[Block]:
     spec = grid.specs[task]
     if len(spec.variants) == 1:
         return []
-    columns = [(variant, factor) for variant in spec.variants for factor in grid.suite.factors]
+    columns = dict.fromkeys(
+        (row["variant"], row["factor"]) for cell in table.by_task[task] for row in cell["rows"]
+    )
+    columns = sorted(columns, key=lambda column: (list(spec.variants).index(column[0]), column[1]))
     rows = [
         [cell["contender"], *(_range(range_of(cell, spec, factor, variant)) for variant, factor in columns)]
         for cell in table.by_task[task]
@@ -186,7 +202,7 @@ def _variants(grid: Grid, table: _Cells, task: str) -> list[Block]:
 
 
 def _significance_table(grid: Grid, table: _Cells, reference: str, factor: int) -> Table:
-    """Gains by task; last, the sign test over all pairs of all tasks."""
+    """Gains by task; last, the sign test with one vote of each task that is no control of another."""
     rows = []
     for contender in table.contenders:
         if contender == reference:
@@ -198,8 +214,9 @@ def _significance_table(grid: Grid, table: _Cells, reference: str, factor: int) 
                 row.append("")
                 continue
             gains = paired_gains(cell, other, spec, factor, MAIN)
-            better += sum(gain > 0 for gain in gains)
-            worse += sum(gain < 0 for gain in gains)
+            if gains and task not in CONTROL_OF:
+                better += std.mean(gains) > 0
+                worse += std.mean(gains) < 0
             row.append(_gain(gains))
         row.append(f"{better} better, {worse} worse, p = {sign_test_p(better, worse):.2g}")
         rows.append(row)
@@ -221,7 +238,14 @@ def _task_controls(grid: Grid, table: _Cells) -> list[Block]:
     if not rows:
         return []
     header = ["gain", "", *(f"×{factor}" for factor in grid.suite.factors)]
-    return [Heading("Against the task without the control, seed by seed"), Table(header, rows)]
+    return [
+        Heading("Against the task without the control, seed by seed"),
+        Text(
+            "counting_keep_optimizer keeps the optimiser's moments from stage to stage, and has no warm-up after the "
+            "first. With and without, every stage cools down to a learning rate of almost 0."
+        ),
+        Table(header, rows),
+    ]
 
 
 def _gain(gains: Sequence[float]) -> str:
@@ -233,8 +257,9 @@ def _diagnostics(grid: Grid, table: _Cells) -> list[Block]:
     blocks: list[Block] = [
         Heading("What attention does"),
         Text(
-            "Medians over the seeds that passed the gate, over the questions of a few sequences, at the training "
-            "length and at the longest that was looked into. "
+            "Medians over the seeds that passed the gate, over the questions of "
+            f"{_sequences(cell for cells in table.by_task.values() for cell in cells)}, at the training length and "
+            "at the longest that was looked into. "
             + "; ".join(f"{name}: {meaning}" for name, meaning in DIAGNOSTICS.items())
             + "."
         ),
@@ -269,18 +294,19 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
                 name: [diagnostic_median(cell, spec, name, factor, MAIN) for factor in (1, far)]
                 for name in ("output_variance", "effective_keys", "right_share")
             }
-            if lost and all(x for pair in near_far.values() for x in pair):
-                change = {name: math.log(b / a) for name, (a, b) in near_far.items()}
+            # Not every task has right keys.
+            change = {name: math.log(b / a) if a and b else None for name, (a, b) in near_far.items()}
+            if lost and None not in (change["output_variance"], change["effective_keys"]):
                 points.append((std.median(lost.values()), change))
         if len(points) < _FEWEST_FOR_CORRELATION:
             continue
         lost = [loss for loss, _ in points]
-        correlations = [
-            rank_correlation([abs(change["output_variance"]) for _, change in points], lost),
-            rank_correlation([change["effective_keys"] for _, change in points], lost),
-            rank_correlation([-change["right_share"] for _, change in points], lost),
+        moved = [
+            [abs(change["output_variance"]) for _, change in points],
+            [change["effective_keys"] for _, change in points],
+            [change["right_share"] for _, change in points],
         ]
-        rows.append([f"{task}, ×{far}", str(len(points)), *map(_number, correlations)])
+        rows.append([f"{task}, ×{far}", str(len(points)), *(_correlation(x, lost) for x in moved)])
     if not rows:
         return []
     header = [
@@ -288,14 +314,14 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
         "contenders",
         "drift of the output's variance",
         "growth of N_eff",
-        "drop of the right share",
+        "growth of the right share",
     ]
     return [
         Heading("Does variance explain it?"),
         Text(
             "Rank correlations, over the contenders with seeds that passed the gate, of how much worse they are "
             "than at the training length with how far the logarithm of a diagnostic has moved since; for the "
-            "variance in either direction."
+            "variance in either direction. p is of random orders, and not corrected for the number of tests."
         ),
         Table(header, rows),
     ]
@@ -322,11 +348,27 @@ def _farthest(cells: Sequence[Cell]) -> int | None:
     return max((row["factor"] for cell in cells for row in cell["diagnostics"]), default=None)
 
 
-def _caption(task: str, spec: Any) -> str:
+def _caption(task: str, spec: Any, cells: Sequence[Cell]) -> str:
+    numbers = {row["factor"]: row["sequences"] for row in cells[0]["rows"] if row["variant"] == MAIN}
     return (
         f"{task}: {spec.metric} against length, and what attention does there; medians over the seeds that passed "
-        "the gate, bands from minimum to maximum, a cross where none did"
+        "the gate, bands from minimum to maximum, a cross where none did; sequences of each seed: "
+        + ", ".join(f"{number} at ×{factor}" for factor, number in sorted(numbers.items()))
     )
+
+
+def _sequences(cells) -> str:
+    numbers = {row["sequences"] for cell in cells for row in cell["diagnostics"]}
+    return f"{' or '.join(map(str, sorted(numbers)))} sequences of each seed"
+
+
+def _seeds(number: int) -> str:
+    return "1 seed" if number == 1 else f"{number} seeds"
+
+
+def _correlation(x: Sequence[float | None], y: Sequence[float]) -> str:
+    rho = None if None in x else rank_correlation(x, y)
+    return _NOTHING if rho is None else f"{rho:.3g} (p = {rank_correlation_p(x, y):.2g})"
 
 
 def _range(r: Range) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jaxtyping import Array, Bool
 
 from attnorm.data.questions import Questions
 from attnorm.lengthbench.contenders import Contender
@@ -25,7 +26,7 @@ class SequenceSpec:
     num_steps: int
     vocab_size: int
     position: str  # of GPTConfig
-    metric: str  # "accuracy" of answers, or "exact", all answers of a sequence right
+    metric: str  # "accuracy" or "error" of answers, or "exact", all answers of a sequence right
     mastery: float  # the metric at the training length from which on others are read
     chance: Callable[[int], float]  # the metric of a guess, by length
     width: int = 1  # positions of a sequence by its length, about
@@ -33,6 +34,11 @@ class SequenceSpec:
     # Options in evaluation, by the name of the variant; MAIN is like training.
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {MAIN: {}})
     higher_is_better: bool = True
+    is_ratio: bool = False  # whether it is compared by its logarithm
+    facts: str = ""  # what else a reader of the report has to know
+    fewest_sequences: int = 64  # of an evaluation, at each length
+    # (B, T, S): the keys that hold the answer of a position where something is asked; None for the source alone.
+    right: Callable[[Questions], Bool[Array, "B T S"]] | None = None
 
     def make(self, contender: Contender, suite: Suite) -> "SequenceTask":
         return SequenceTask(self, contender, suite)
@@ -120,10 +126,13 @@ class SequenceTask:
         return {
             "loss": means["loss"] / means["asked"],
             "accuracy": means["right"] / means["asked"],
+            "error": 1 - means["right"] / means["asked"],
             "exact": means["exact"],
         }
 
     def questions(self, batch):
         """Where something is asked, and which keys hold the answer there: (B, T) and (B, T, S)."""
+        if self.spec.right is not None:
+            return batch.is_asked, self.spec.right(batch)
         keys = jnp.arange(batch.answers.shape[1])
         return batch.is_asked, batch.source[..., None] == keys

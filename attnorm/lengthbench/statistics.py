@@ -54,24 +54,38 @@ def range_of(cell: Cell, spec: Any, factor: int, variant: str, gated: bool = Tru
 
 
 def paired_gains(cell: Cell, baseline: Cell, spec: Any, factor: int, variant: str) -> list[float]:
-    """By how much the cell is better than the baseline, for each seed with which both passed the gate.
+    """By how much the cell is better than the baseline, for each seed of both.
 
-    Differences of the metric, or of its logarithm where lower is better.
+    At the training length all seeds count, for one that fails to train loses there; one that diverged has the metric
+    of a guess. At others, those with which both passed the gate.
     """
-    ours, theirs = (values_by_seed(each, spec, factor, variant) for each in (cell, baseline))
-    seeds = set(passed_seeds(cell, spec)) & set(passed_seeds(baseline, spec)) & ours.keys() & theirs.keys()
-    if spec.higher_is_better:
-        return [ours[seed] - theirs[seed] for seed in sorted(seeds)]
-    return [math.log(theirs[seed] / ours[seed]) for seed in sorted(seeds)]
+    if factor == 1:
+        guess = spec.chance(spec.length)
+        ours, theirs = (_all_seeds(each, spec, variant, guess) for each in (cell, baseline))
+        seeds = ours.keys() & theirs.keys()
+    else:
+        ours, theirs = (values_by_seed(each, spec, factor, variant) for each in (cell, baseline))
+        seeds = set(passed_seeds(cell, spec)) & set(passed_seeds(baseline, spec))
+        seeds &= ours.keys() & theirs.keys()
+    return [_gain(ours[seed], theirs[seed], spec) for seed in sorted(seeds)]
 
 
 def degradations(cell: Cell, spec: Any, factor: int, variant: str) -> dict[int, float]:
     """How much worse a seed that passed the gate is at a length than at that of training."""
     passed = passed_seeds(cell, spec)
     near, far = (values_by_seed(cell, spec, f, variant) for f in (1, factor))
-    if spec.higher_is_better:
-        return {seed: near[seed] - far[seed] for seed in passed if seed in near and seed in far}
-    return {seed: math.log(far[seed] / near[seed]) for seed in passed if seed in near and seed in far}
+    return {seed: _gain(near[seed], far[seed], spec) for seed in passed if seed in near and seed in far}
+
+
+def _all_seeds(cell, spec, variant, guess):
+    seeds = {row["seed"] for row in cell["rows"]}
+    return dict.fromkeys(seeds, guess) | values_by_seed(cell, spec, 1, variant)
+
+
+def _gain(ours: float, theirs: float, spec: Any) -> float:
+    """The difference of the metric, of its logarithm where it is a ratio; positive where ours is better."""
+    difference = math.log(ours / theirs) if spec.is_ratio else ours - theirs
+    return difference if spec.higher_is_better else -difference
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -111,6 +125,24 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     if np.ptp(x) == 0 or np.ptp(y) == 0:
         return None
     return round(float(np.corrcoef(x, y)[0, 1]), 12)
+
+
+def rank_correlation_p(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """The two-sided p-value of :func:`rank_correlation`, by 20,000 random orders of y, the same for equal numbers.
+
+    >>> from attnorm.lengthbench.statistics import rank_correlation_p
+    >>> 0.01 < rank_correlation_p([1, 2, 3, 4, 5], [10, 20, 30, 40, 50]) < 0.03
+    True
+    """
+    observed = rank_correlation(x, y)
+    if observed is None:
+        return None
+    x, y = _ranks(x), _ranks(y)
+    orders = np.random.default_rng(0).permuted(np.tile(y, (20_000, 1)), axis=1)
+    scale = np.std(x) * np.std(y) * len(x)
+    correlations = (orders - y.mean()) @ (x - x.mean()) / scale
+    more = np.sum(np.abs(correlations) >= abs(observed) - 1e-9)
+    return float((more + 1) / (len(orders) + 1))
 
 
 def diagnostic_median(cell: Cell, spec: Any, name: str, factor: int, variant: str) -> float | None:

@@ -6,7 +6,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from attnorm.training.workdir import write_atomically
+from attnorm.analysis.files import write_atomically
 
 Cell = dict[str, Any]
 
@@ -28,7 +28,8 @@ def cell_path(out: Path, task: str, contender: str) -> Path:
 
 def write_cell(path: Path, cell: Cell) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"checksum": _checksum(cell), "cell": cell}, indent=1) + "\n")
+    content = json.dumps({"checksum": _checksum(cell), "cell": cell}, indent=1) + "\n"
+    write_atomically(path, content.encode())
 
 
 def read_cell(path: Path) -> Cell | None:

@@ -79,12 +79,11 @@ def reset_optimizer(state: TrainState, optimizer: optax.GradientTransformation) 
     return dataclasses.replace(state, optimizer_state=init(state.params))
 
 
-@functools.lru_cache(
-    maxsize=8
-)  # by what it is jitted for, so that a stage does not compile what one before has
+# By what it is jitted for, so that a stage does not compile what one before has.
+@functools.lru_cache(maxsize=8)
 def _jitted_init(optimizer, places, structure):
     placed = jax.tree.unflatten(structure, places)
-    return jax.jit(lambda params: _init_optimizer(optimizer, params), out_shardings=placed)
+    return jax.jit(lambda params: init_optimizer(optimizer, params), out_shardings=placed)
 
 
 def _initializer(task, groups, optimizer, config):
@@ -95,7 +94,7 @@ def _initializer(task, groups, optimizer, config):
             step=jnp.zeros((), jnp.int32),
             params=params,
             model_state=tuple(model_state for _, model_state in members),
-            optimizer_state=_init_optimizer(optimizer, params),
+            optimizer_state=init_optimizer(optimizer, params),
             ema=initial_ema(params, config),
         )
 
@@ -107,5 +106,6 @@ def initial_ema(params: tuple[Any, ...], config: TrainConfig) -> tuple[Any, ...]
     return jax.tree.map(jnp.copy, params) if config.ema_decay else tuple(() for _ in params)
 
 
-def _init_optimizer(optimizer: optax.GradientTransformation, params: tuple[Any, ...]) -> tuple[Any, ...]:
+def init_optimizer(optimizer: optax.GradientTransformation, params: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The optimiser's state before the first update."""
     return tuple(jax.vmap(optimizer.init)(group_params) for group_params in params)

@@ -65,7 +65,7 @@ def claimed(
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             _check(workdir, config, outputs, data)
-            stack.enter_context(_locked(workdir))
+            stack.enter_context(locked(workdir, "--workdir"))
             if not _check(workdir, config, outputs, data):  # again: another run may have been there first
                 write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
             if data and not (workdir / DATA).exists():
@@ -98,14 +98,20 @@ def _check(
 
 
 @contextlib.contextmanager
-def _locked(workdir: Path) -> Iterator[None]:
-    with open(workdir / LOCK, "a", encoding="utf-8") as file:
+def locked(folder: Path, option: str) -> Iterator[None]:
+    """Until the context ends, or the process dies, the folder, an argument of that option, is this run's.
+
+    Raises:
+      WorkdirError: it is another's.
+      OSError: it cannot be written.
+    """
+    with open(folder / LOCK, "a", encoding="utf-8") as file:
         if fcntl is not None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise WorkdirError(
-                    f"{workdir} is in use by another run. Wait for its end, or choose another --workdir."
+                    f"{folder} is in use by another run. Wait for its end, or choose another {option}."
                 ) from None
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):

@@ -4,7 +4,16 @@ import jax
 import numpy as np
 import pytest
 
-from attnorm.data.flip_flop import IGNORE, ONE, READ, WRITE, ZERO, flip_flop_batch, flip_flop_chance
+from attnorm.data.flip_flop import (
+    IGNORE,
+    ONE,
+    READ,
+    WRITE,
+    ZERO,
+    flip_flop_batch,
+    flip_flop_chance,
+    flip_flop_right,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +34,23 @@ def test_reads_give_the_bit_of_the_last_write(questions):
                 assert answers[position] == bit == memory and source[position] == written
             else:
                 assert source[position] == -1
+
+
+def test_the_bits_of_the_last_write_and_of_reads_since_are_right(questions):
+    is_right = np.asarray(flip_flop_right(jax.tree.map(jax.numpy.asarray, questions)))
+    for inputs, is_asked, right in zip(questions.inputs[:50], questions.is_asked, is_right, strict=False):
+        since = []
+        for position in range(0, 24, 2):
+            if is_asked[position]:
+                assert np.flatnonzero(right[position]).tolist() == since
+            else:
+                assert not right[position].any()
+            if inputs[position] == WRITE:
+                since = []
+            if inputs[position] != IGNORE:
+                since = [*since, position + 1]
+        assert not right[1::2].any()
+    assert is_right.sum(axis=-1).max() > 2  # some reads have reads before them
 
 
 def test_instructions_are_as_frequent_as_asked_for(questions):

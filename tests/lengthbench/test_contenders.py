@@ -59,16 +59,23 @@ def test_learned_parameters_start_where_they_are_said_to_and_are_those_of_their_
     )
 
     contender = parse_contender("lp@learned", ())
-    ((name, learned),) = contender.learned
-    start = contender.initial_parameters(2, 2)
-    parameters = {name: start[name] + jnp.array([[0.0, 1.0], [2.0, 3.0]])}
+    parameters = {"p": contender.initial_parameters(2, 2)["p"] + jnp.array([[0.0, 0.1], [0.2, 0.3]])}
+    powers = contender.learned_values(parameters)["p"]
+    assert len(set(powers.ravel().tolist())) == 4
     attend = contender.attend(dot_product_attention, parameters)
     for layer in range(2):
         got = attend(*QKV)
         for head in range(2):
-            p = float(learned.value(parameters[name][layer, head]))
-            wanted = softmax_attention(*QKV[..., head : head + 1, :], p=p)
+            wanted = softmax_attention(*QKV[..., head : head + 1, :], p=float(powers[layer, head]))
             np.testing.assert_allclose(got[..., head : head + 1, :], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lp@learned", "lp(p=1)@learned", "lp(p=4)@learned"])
+def test_learned_parameters_go_far_with_what_adam_moves_a_weight_by(name):
+    contender = parse_contender(name, ())
+    start = contender.initial_parameters(1, 1)
+    moved = contender.learned_values({"p": start["p"] + 1e-3})["p"] - contender.learned_values(start)["p"]
+    assert moved > 5e-3
 
 
 @pytest.mark.slow

@@ -5,17 +5,29 @@ import dataclasses
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from attnorm import get_normalizer
+from attnorm.lengthbench import cell as cell_module
 from attnorm.lengthbench import grid as grid_module
+from attnorm.lengthbench import workers
 from attnorm.lengthbench.__main__ import main
 from attnorm.lengthbench.diagnostics import DIAGNOSTICS
-from attnorm.lengthbench.grid import GridError, make_grid, run
+from attnorm.lengthbench.grid import GridError, finished, make_grid, run
 from attnorm.lengthbench.report import write_report
-from attnorm.lengthbench.suites import SUITES
+from attnorm.lengthbench.suites import LEFT_OUT, SUITES
+from attnorm.lengthbench.tasks import TASKS
+from attnorm.normalizers import normalizer_names
 
 TINY = SUITES["tiny"]
-ARGUMENTS = ["--suite", "tiny", "--tasks", "flip_flop", "copy", "--normalizers", "softmax", "l2"]
+
+
+def weights(name, logits):
+    return get_normalizer(name).weights(logits)
+
+
+ARGUMENTS = ["--suite", "tiny", "--tasks", "mqar", "copy", "--normalizers", "softmax", "l2", "--jobs", "1"]
 
 
 def fake_results(spec, contender):
@@ -26,6 +38,7 @@ def fake_results(spec, contender):
         for variant in spec.variants:
             for seed in range(TINY.num_seeds):
                 place = {"seed": seed, "factor": factor, "length": factor * spec.length, "variant": variant}
+                place["sequences"] = 64
                 value = 1.0 if factor == 1 else kept
                 if contender.name == "softmax" and seed == 1:
                     value = 0.25
@@ -43,19 +56,26 @@ def fake_results(spec, contender):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The names of the cells that were run; the cell whose number is in ``stops_at`` is interrupted."""
-    calls = SimpleNamespace(names=[], stops_at=None)
+    """The names of the cells that were run; the cell whose number is ``stops_at`` is interrupted, one fails."""
+    calls = SimpleNamespace(names=[], stops_at=None, fails=None)
 
     def fake_run_cell(programs, suite, contender, progress):
         if len(calls.names) == calls.stops_at:
             raise KeyboardInterrupt
+        if contender.name == calls.fails:
+            raise FloatingPointError("no number")
         calls.names.append(contender.name)
         progress(1, "going well")
         return fake_results(programs.task.spec, contender)
 
-    monkeypatch.setattr(grid_module, "run_cell", fake_run_cell)
-    monkeypatch.setattr(grid_module, "Programs", lambda task, suite: SimpleNamespace(task=task))
+    monkeypatch.setattr(workers, "run_cell", fake_run_cell)
+    monkeypatch.setattr(workers, "Programs", lambda task, suite: SimpleNamespace(task=task))
     return calls
+
+
+def run_and_read(grid):
+    assert run(grid) == []
+    return finished(grid)[1]
 
 
 def test_an_interrupted_grid_goes_on_with_what_is_missing(ran, tmp_path, capsys):
@@ -89,6 +109,43 @@ def test_a_damaged_cell_is_reported_and_run_again(ran, tmp_path, capsys):
     assert "0.95" not in path.read_text() and "0.75" in path.read_text()
 
 
+def test_a_cell_that_fails_is_named_and_the_others_go_on(ran, tmp_path, capsys):
+    arguments = [*ARGUMENTS, "--out", str(tmp_path)]
+    ran.fails = "softmax"
+    assert main(arguments) == 1
+    assert ran.names == ["l2", "l2"]
+    error = capsys.readouterr().err
+    assert "error: mqar, softmax: " in error and "error: copy, softmax: " in error and "no number" in error
+    assert "| l2 |" in (tmp_path / "report.md").read_text()
+
+    ran.fails, ran.names = None, []
+    assert main(arguments) == 0
+    assert ran.names == ["softmax", "softmax"]
+
+
+def test_the_report_is_of_all_cells_of_the_folder_that_fit(ran, tmp_path, capsys):
+    assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    other = tmp_path / "cells" / "copy" / "softmax.json"
+    path = tmp_path / "cells" / "copy" / "softmaxx.json"
+    path.write_text(other.read_text().replace('"softmax"', '"softmaxx"'))
+    arguments = ["--suite", "tiny", "--tasks", "copy", "--normalizers", "sink", "--jobs", "1"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert f"not in the report: {path}" in capsys.readouterr().out
+    with open(tmp_path / "results.csv", newline="") as file:
+        pairs = {(row["task"], row["contender"]) for row in csv.DictReader(file)}
+    grid = {(task, name) for task in ("mqar", "copy") for name in ("softmax", "l2")}
+    assert pairs == {*grid, ("copy", "sink")}
+
+
+def test_two_runs_cannot_have_one_folder(ran, tmp_path, capsys):
+    grid = make_grid(TINY, tmp_path, "command", ["l2"], ["copy"])
+    with grid.claimed():
+        assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 1
+    assert "in use by another run. Wait for its end, or choose another --out" in capsys.readouterr().err
+    assert ran.names == []
+    assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+
+
 def test_cells_of_other_settings_are_refused_before_anything_runs(ran, tmp_path, capsys):
     assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
     ran.names = []
@@ -103,6 +160,7 @@ def test_cells_of_other_settings_are_refused_before_anything_runs(ran, tmp_path,
         ({"tasks": ["copyy"]}, "tasks must be of .*got 'copyy'"),
         ({"contenders": ["softmaxx"]}, "normalizers: 'softmaxx'"),
         ({"contenders": ["l2", "l2"]}, "without repetition"),
+        ({"contenders": ["lp(p=inf)@temperature"]}, "normalizers: 'lp\\(p=inf\\)@temperature': .*p"),
     ],
 )
 def test_what_is_unknown_is_named(change, message, tmp_path):
@@ -121,9 +179,20 @@ def test_every_suite_names_what_exists(tmp_path):
         assert set(make_grid(suite, tmp_path, "command").specs) >= set(suite.tasks)
 
 
+def test_full_has_every_normaliser_but_those_that_are_another(tmp_path):
+    named = {name.partition("@")[0] for name in SUITES["full"].contenders}
+    assert set(LEFT_OUT) < set(normalizer_names())
+    assert set(normalizer_names()) - named == set(LEFT_OUT) - {"lp", "affine"}
+    logits = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
+    for name, same in {"lp": "l2", "entmax": "entmax15"}.items():
+        np.testing.assert_array_equal(weights(name, logits), weights(same, logits))
+    for name in ("affine", "yarn", "llama4"):
+        np.testing.assert_allclose(weights(name, logits), weights("softmax", logits), rtol=1e-6)
+
+
 def test_the_report_has_command_commit_gate_and_pairs(ran, tmp_path):
     grid = make_grid(TINY, tmp_path / "out", "python -m attnorm.lengthbench", ["softmax", "l2"], ["copy"])
-    cells = run(grid)
+    cells = run_and_read(grid)
     cells[0]["made"]["commit"] = "0123abcd"
     paths = write_report(grid, cells)
     assert all(path.stat().st_size for path in paths)
@@ -131,7 +200,9 @@ def test_the_report_has_command_commit_gate_and_pairs(ran, tmp_path):
     assert "python -m attnorm.lengthbench" in report and "0123abcd" in report
     assert "| softmax | 0.5 (0.5 to 0.5), 1/2 |" in report
     assert "| l2 | 0.75 (0.75 to 0.75) |" in report
-    assert "| softmax | 0.625 (0.25 to 1), passed 1/2, rate 0.001 |" in report
+    assert "| softmax | 0.625 (0.25 to 1), passed 1/2, rate 0.001 (edge) |" in report
+    assert "with 2 seeds no single p is below 0.5" in report
+    assert "sequences of each seed: 64 at ×1, 64 at ×4" in report
     assert "| l2 | +0.25 (n = 1, p = 1) | 1 better, 0 worse, p = 1 |" in report
 
     page = ElementTree.fromstring((tmp_path / "out" / "report.html").read_text())
@@ -150,17 +221,28 @@ def test_the_report_has_command_commit_gate_and_pairs(ran, tmp_path):
 def test_a_task_with_a_control_is_compared_with_the_one_without(ran, tmp_path):
     tasks = ["counting", "counting_batch_norm"]
     grid = make_grid(TINY, tmp_path / "out", "command", ["softmax", "l2"], tasks)
-    write_report(grid, run(grid))
+    write_report(grid, run_and_read(grid))
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| counting_batch_norm | l2 | -0.693 (n = 2, p = 0.5) | -0.693 (n = 2, p = 0.5) |" in report
-    assert "| counting_batch_norm | softmax | -0.693 (n = 1, p = 1) | -0.693 (n = 1, p = 1) |" in report
+    # At the training length the seed that does not pass the gate counts.
+    assert "| counting_batch_norm | softmax | -0.693 (n = 2, p = 0.5) | -0.693 (n = 1, p = 1) |" in report
+
+
+def test_a_task_has_one_vote_and_a_control_none(ran, tmp_path):
+    tasks = ["counting", "counting_batch_norm"]
+    grid = make_grid(TINY, tmp_path / "out", "command", ["softmax", "l2"], tasks)
+    write_report(grid, run_and_read(grid))
+    rows = [line for line in (tmp_path / "out" / "report.md").read_text().splitlines() if " better, " in line]
+    against_softmax = [row for row in rows if row.startswith("| l2 |")]
+    assert len(against_softmax) == 2
+    assert all(row.endswith("| 1 better, 0 worse, p = 1 |") for row in against_softmax)
 
 
 def test_equal_cells_give_equal_files(ran, tmp_path):
     cells, files = None, []
     for name in ("a", "b"):
         grid = make_grid(TINY, tmp_path / name, "command", ["softmax", "l2"], ["copy"])
-        cells = cells or run(grid)
+        cells = cells or run_and_read(grid)
         files.append([path.read_bytes() for path in write_report(grid, cells)])
     assert files[0] == files[1]
 
@@ -172,6 +254,16 @@ def test_settings_tell_sizes_of_tasks_apart(ran, tmp_path, monkeypatch):
     monkeypatch.setitem(grid_module.TASKS, "copy", lambda suite: changed)
     with pytest.raises(GridError, match="task.num_steps was 24, now 1"):
         run(make_grid(TINY, tmp_path, "command", ["l2"], ["copy"]))
+
+
+def test_settings_have_arguments_of_the_task_the_optimizer_and_the_evaluation(monkeypatch):
+    spec = TASKS["passkey"]("tiny")
+    settings = cell_module.settings_of(TINY, spec)
+    assert settings["task"]["draw"]["arguments"] == [[], {"num_digits": 2}]
+    assert settings["task"]["variants"]["depth 0.5"] == {"depth": 0.5}
+    assert settings["optimizer"]["weight_decay"] == 0.01
+    monkeypatch.setattr(cell_module.evaluation, "MOST_SEQUENCES", 7)
+    assert cell_module.settings_of(TINY, spec)["evaluation"]["most_sequences"] == 7
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(ran, tmp_path, capsys):

@@ -52,7 +52,8 @@ def test_rates_outlast_a_reset_of_the_optimizer():
 
 @pytest.mark.slow
 def test_the_tiny_suite_ends_with_a_report_and_a_cell_that_is_run_again_is_the_same(tmp_path):
-    command = [sys.executable, "-m", "attnorm.lengthbench", "--suite", "tiny", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "attnorm.lengthbench", "--suite", "tiny", "--jobs", "2"]
+    command += ["--out", str(tmp_path)]
     # What XLA does not optimise is compiled sooner, and takes as long here.
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -62,11 +63,12 @@ def test_the_tiny_suite_ends_with_a_report_and_a_cell_that_is_run_again_is_the_s
     assert "4 cells, 0 of them complete" in run()
     paths = sorted(tmp_path.glob("cells/*/*.json"))
     assert len(paths) == 4
-    assert f"--suite tiny --out {tmp_path}" in (tmp_path / "report.md").read_text()
+    assert f"--suite tiny --jobs 2 --out {tmp_path}" in (tmp_path / "report.md").read_text()
     ElementTree.fromstring((tmp_path / "report.html").read_text())
 
     path = tmp_path / "cells" / "max_retrieval" / "lp(p=2).json"
     first = json.loads(path.read_text())["cell"]
+    assert first["made"]["settings"]["cores"] == 1
     assert len({row["loss"] for row in first["rows"]}) == len(TINY.factors) * TINY.num_seeds
     path.unlink()
     assert "4 cells, 3 of them complete" in run()

@@ -14,12 +14,21 @@ from attnorm.lengthbench.statistics import (
     passed_seeds,
     range_of,
     rank_correlation,
+    rank_correlation_p,
     sign_flip_p,
     sign_test_p,
 )
 
-ACCURACY = SimpleNamespace(metric="accuracy", mastery=0.9, higher_is_better=True)
-ERROR = SimpleNamespace(metric="error", mastery=0.1, higher_is_better=False)
+ACCURACY = SimpleNamespace(
+    metric="accuracy",
+    mastery=0.9,
+    higher_is_better=True,
+    is_ratio=False,
+    length=8,
+    chance=lambda length: 0.125,
+)
+ERROR = SimpleNamespace(metric="error", mastery=0.1, higher_is_better=False, is_ratio=False)
+RATIO = SimpleNamespace(metric="error", mastery=0.1, higher_is_better=False, is_ratio=True)
 
 
 def make_cell(metric, near, far):
@@ -46,14 +55,23 @@ def test_gains_are_of_seeds_that_passed_in_both_cells():
     theirs = make_cell("accuracy", [1.0, 1.0, 1.0], [0.4, 0.4, 0.9])
     assert paired_gains(ours, theirs, ACCURACY, 4, "") == pytest.approx([0.1, -0.2])
     ours, theirs = make_cell("error", [0.01], [0.2]), make_cell("error", [0.05], [0.8])
-    assert paired_gains(ours, theirs, ERROR, 4, "") == pytest.approx([math.log(4)])
+    assert paired_gains(ours, theirs, RATIO, 4, "") == pytest.approx([math.log(4)])
+    assert paired_gains(ours, theirs, ERROR, 4, "") == pytest.approx([0.6])
+
+
+def test_at_the_training_length_a_seed_that_fails_loses():
+    ours = make_cell("accuracy", [0.95, 0.2, None], [0.5, 0.9, 0.7])
+    theirs = make_cell("accuracy", [0.9, 1.0, 0.625], [0.4, 0.4, 0.9])
+    assert paired_gains(ours, theirs, ACCURACY, 1, "") == pytest.approx([0.05, -0.8, 0.125 - 0.625])
 
 
 def test_losses_are_from_the_training_length_on():
     assert degradations(make_cell("accuracy", [0.95, 0.2], [0.5, 0.1]), ACCURACY, 4, "") == {
         0: pytest.approx(0.45)
     }
-    assert degradations(make_cell("error", [0.05], [0.5]), ERROR, 4, "") == {0: pytest.approx(math.log(10))}
+    cell = make_cell("error", [0.05], [0.5])
+    assert degradations(cell, RATIO, 4, "") == {0: pytest.approx(math.log(10))}
+    assert degradations(cell, ERROR, 4, "") == {0: pytest.approx(0.45)}
 
 
 @pytest.mark.parametrize("differences", [[0.5, -0.2, 0.9], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0]])
@@ -75,3 +93,11 @@ def test_rank_correlation_shares_ranks_among_ties():
     wanted = np.corrcoef([1, 2.5, 2.5, 4], [1, 2, 3, 4])[0, 1]
     assert rank_correlation([5, 7, 7, 100], [-1, 0, 2, 3]) == pytest.approx(wanted)
     assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_correlations_have_the_p_value_of_all_orders():
+    x, y = [1, 2, 3, 4, 5], [2, 1, 4, 3, 5]
+    rho = rank_correlation(x, y)
+    orders = [abs(rank_correlation(x, order)) >= rho - 1e-9 for order in itertools.permutations(y)]
+    assert rank_correlation_p(x, y) == pytest.approx(np.mean(orders), abs=0.015)
+    assert rank_correlation_p([1, 1, 1], [1, 2, 3]) is None

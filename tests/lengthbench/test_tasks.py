@@ -10,8 +10,8 @@ import pytest
 from attnorm import dot_product_attention
 from attnorm.data.counting import counting_batch, position_only_mse
 from attnorm.lengthbench.contenders import parse_contender
-from attnorm.lengthbench.evaluation import buckets, draw_padded
-from attnorm.lengthbench.suites import SUITES
+from attnorm.lengthbench.evaluation import buckets, draw_padded, num_sequences
+from attnorm.lengthbench.suites import MAIN, SUITES
 from attnorm.lengthbench.tasks import TASKS
 
 TINY = SUITES["tiny"]
@@ -47,7 +47,12 @@ def test_losses_and_metrics_are_of_the_questions_alone(flip_flop, monkeypatch):
     np.testing.assert_allclose([total, count], [loss, asked], rtol=1e-5)
     values = flip_flop.per_sequence(None, (), batch, jnp.full(6, 8), None)
     metrics = flip_flop.summarize({name: jnp.mean(x) for name, x in values.items()}, 8)
-    wanted = {"loss": loss / asked, "accuracy": right / asked, "exact": exact / 6}
+    wanted = {
+        "loss": loss / asked,
+        "accuracy": right / asked,
+        "error": 1 - right / asked,
+        "exact": exact / 6,
+    }
     assert 0 < right < asked and exact >= 1
     for name, value in wanted.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
@@ -71,11 +76,31 @@ def test_counting_is_measured_against_the_guess_from_the_position():
     assert metrics == {"loss": 1.5, "mse": 3.0, "error": 3.0 / position_only_mse(9, 4)}
 
 
-def test_buckets_hold_every_place_once_and_start_with_the_training_length():
+def test_buckets_hold_every_place_once_but_variants_at_the_farthest_and_start_with_the_training_length():
     places = buckets((1, 4, 16, 64), 8, ("", "sparse"))
     assert places[0][0] == (8, "")
     flat = [place for bucket in places for place in bucket]
-    assert sorted(flat) == sorted((8 * factor, v) for factor in (1, 4, 16, 64) for v in ("", "sparse"))
+    wanted = [(8 * factor, v) for factor in (1, 4, 16) for v in ("", "sparse")] + [(512, "")]
+    assert sorted(flat) == sorted(wanted)
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_every_length_is_evaluated_on_enough_sequences(suite):
+    for name, make in TASKS.items():
+        spec = make(suite.name)
+        for places in buckets(suite.factors, spec.length, tuple(spec.variants)):
+            assert places[0][1] == MAIN
+            number = num_sequences(suite, spec, places)
+            assert number >= (256 if name == "max_retrieval" else 64), (name, places)
+
+
+def test_a_read_has_as_many_right_keys_as_there_are_reads_since_the_write():
+    """Right keys of flip-flop are not the source alone."""
+    task = make_task("flip_flop")
+    batch = task.eval_draw(jax.random.key(0), 20, 16, "dense")
+    is_asked, is_right = task.questions(batch)
+    number = np.sum(np.asarray(is_right), axis=-1)[np.asarray(is_asked)]
+    assert number.min() == 1 and number.max() > 2
 
 
 @pytest.mark.slow
