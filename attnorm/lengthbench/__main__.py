@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from attnorm.extras import install_hint
 from attnorm.lengthbench.suites import SUITES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     try:
         from attnorm.lengthbench.grid import GridError, make_grid, run
@@ -19,12 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("attnorm"):
             raise
-        print(f"error: {error}; install it with: pip install 'attnorm[train]'", file=sys.stderr)
+        print(f"error: {error}; {install_hint('train')}", file=sys.stderr)
         return 1
     suite = SUITES[options.suite]
     if options.seeds is not None:
         suite = dataclasses.replace(suite, num_seeds=options.seeds)
-    command = shlex.join(["python", "-m", "attnorm.lengthbench", *arguments])
+    module = [sys.executable, "-m", "attnorm.lengthbench"]
+    command = shlex.join(sys.orig_argv if arguments is None else [*module, *arguments])
     try:
         grid = make_grid(suite, options.out, command, options.normalizers, options.tasks)
         paths = write_report(grid, run(grid))
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     except KeyboardInterrupt:
-        print("stopped; the same command goes on with the cells that are missing", file=sys.stderr)
+        print(f"stopped; go on with the cells that are missing with: {command}", file=sys.stderr)
         return 130
     for path in paths:
         print(path)

@@ -338,7 +338,7 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
     for arguments, message in {
         ("--peers", "torch"): "--peers: torch is not installed",
         ("--plot", "times.png"): "--plot: needs matplotlib, which is not installed",
-        ("--static-cycles", "v5e"): "--static-cycles: needs libtpu, which is not installed: pip install",
+        ("--static-cycles", "v5e"): "--static-cycles: needs libtpu, which is not installed; in the checkout",
         ("--compile-only", "--topology", "v5e:2x2"): "--compile-only: needs libtpu, which is not installed",
     }.items():
         with pytest.raises(SystemExit, match="2"):
