@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from attnorm.extras import install_hint
-from attnorm.lengthbench.suites import SUITES
+from attnorm.lengthbench.suites import SUITES, Suite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,9 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m attnorm.lengthbench",
-        description="Trains every normaliser on every task at one length, evaluates it up to 64 times beyond, and "
-        "writes report.md, report.html, CSV tables and figures into DIR. The same command goes on where it was "
-        "interrupted; cells that are complete are not run again.",
+        description=textwrap.fill(
+            "Trains every normaliser on every task at one length, evaluates it up to 64 times beyond, and writes "
+            "report.md, report.html, CSV tables and figures into DIR. The same command goes on where it was "
+            "interrupted; cells that are complete are not run again.",
+            _width(),
+        ),
+        epilog="\n".join(map(_contents, SUITES.values())),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -67,9 +74,28 @@ def _parser() -> argparse.ArgumentParser:
         help='instead of the suite\'s: such as l2, "lp(p=4)", softmax@sqrt_position, softmax@head_rms, '
         "softmax@temperature, lp@learned",
     )
-    add("--tasks", metavar="NAME", nargs="+", help="instead of the suite's")
+    add("--tasks", metavar="NAME", nargs="+", help="instead of the suite's, such as counting mqar")
     add("--seeds", metavar="N", type=_seeds, help="how many, 1 to 16, instead of the suite's number")
     return parser
+
+
+def _contents(suite: Suite) -> str:
+    """The tasks of a suite, those with the same normalisers together."""
+    names, tasks = {}, {}
+    for task, name in suite.cells(None, None):
+        names.setdefault(task, []).append(name)
+    for task, compared in names.items():
+        tasks.setdefault(", ".join(compared), []).append(task)
+    indents = {"initial_indent": "  ", "subsequent_indent": "    "}
+    lines = [
+        textwrap.fill(f"{', '.join(group)}: {compared}", _width(), **indents)
+        for compared, group in tasks.items()
+    ]
+    return "\n".join([f"suite {suite.name}, tasks and normalisers:", *lines])
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, 110) - 2
 
 
 def _seeds(text: str) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 import attnorm
 from attnorm.bench import check, contenders, cost, measured, plot, runner
-from attnorm.bench.__main__ import main
+from attnorm.bench.__main__ import _parser, main
 from attnorm.bench.contenders import Case
 
 NAMES = ["chunked l2", "chunked softmax", "jax.nn"]
@@ -330,6 +330,17 @@ def test_bad_arguments_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_help_says_what_every_option_does(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for action in _parser()._actions:
+        assert action.help, action.dest
+    assert "all, not with --device, or of softmax, l2, lp," in shown and "stick_breaking (default:" in shown
+    assert "--device cpu: 1024 2048 4096; --device gpu, --device tpu: 1024 4096 16384; --cost, " in shown
+    assert "no file that exists, but with --cost" in shown
 
 
 def test_what_is_not_installed_is_named(capsys, monkeypatch):
