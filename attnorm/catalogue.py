@@ -1,7 +1,8 @@
-"""The normalisers as a Markdown table, from registry, docstrings and measurements: ``python -m attnorm.catalogue``."""
+"""The normalisers as Markdown tables, from registry, docstrings and measurements: ``python -m attnorm.catalogue``."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import re
@@ -10,60 +11,105 @@ from pathlib import Path
 import attnorm
 from attnorm.attention import implementations_of
 from attnorm.bench import contenders, cost, static_cycles, tpu_kernels
+from attnorm.normalizers.registry import learned_parameters
 
 _RESULTS = Path(__file__).parent / "bench" / "results"
 _LENGTH, _LONGER = 2048, 4096
 _CHIPS = ("v5e", "v6e")
-_HEADER = (
-    "name",
-    "weights",
-    "parameters and defaults",
-    "passes over the keys",
-    "implementations",
-    "CPU time, forward",
-    "CPU time, forward + backward",
-    *(f"{chip} cycles" for chip in _CHIPS),
-    "source",
-)
 _NOT_THERE = "—"
+_FUSED, _UNCHECKED = "●", "†"
+# How a docstring says that the source itself was not at hand.
+_UNCHECKED_WORDS = r"could (not )?be checked|summaries|secondary|notes on|code that follows"
 
 
 def table() -> str:
-    """One row for each normaliser, and what the numbers in it are.
+    """What each normaliser is: the table of the README.
 
     >>> from attnorm.catalogue import table
-    >>> print(table().splitlines()[3][:44])
-    | `l2` | `exp(s_j) / sqrt(Σ_k exp(2 s_k))` |
+    >>> print(table().splitlines()[3][:46])
+    | `l2` ● | `exp(s_j) / sqrt(Σ_k exp(2 s_k))` |
+    """
+    rows = [_row(name) for name in attnorm.normalizer_names()]
+    caption = (
+        f"{_FUSED}: with fused kernels for TPU and GPU. Bold: parameters that `NormalizedAttention` can learn. "
+        f"{_UNCHECKED}: the docstring says what could not be checked in the source. Numbers are those of arXiv. "
+        "What each costs: [`attnorm/bench/README.md`](attnorm/bench/README.md)."
+    )
+    return _markdown(("name", "weights", "parameters and defaults", "source"), rows, caption)
+
+
+def costs() -> str:
+    """What each normaliser costs, on CPU and counted for TPU: the table of attnorm/bench/README.md.
+
+    >>> from attnorm.catalogue import costs
+    >>> print(costs().splitlines()[2][:35])
+    | `softmax` | 1 | 1.00 | 1.00 |
     """
     runs = cost.runs_of(_RESULTS / "cost.json")
-    times, cycles = cost.latest(runs, _LENGTH), _cycles()
-    rows = [_HEADER, ("---",) * len(_HEADER)]
-    rows += [_row(name, times, cycles) for name in attnorm.normalizer_names()]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", _caption(cost.latest(runs, _LONGER))])
+    measured = {}
+    for run in runs:
+        if run["settings"]["length"] == _LENGTH:
+            measured |= {name: (ratios, _made(run)) for name, ratios in run["ratios"].items()}
+    counted = _cycles()
+    rows = []
+    for name in attnorm.normalizer_names():
+        ratios, when = measured.get(name, ({}, _NOT_THERE))
+        cycles = counted.get(name, {})
+        rows.append(
+            (
+                f"`{name}`",
+                str(attnorm.get_normalizer(name).passes),
+                *(_ratio(ratios.get(direction)) for direction in contenders.PASSES),
+                when,
+                *(cycles.get(chip, (_NOT_THERE, ""))[0] for chip in _CHIPS),
+                "; ".join(dict.fromkeys(made for _, made in cycles.values())) or _NOT_THERE,
+            )
+        )
+    header = (
+        "name",
+        "passes over the keys",
+        "CPU, forward",
+        "CPU, forward + backward",
+        "measured, with JAX",
+        *_CHIPS,
+        "counted, with JAX",
+    )
+    return _markdown(header, rows, _caption(cost.latest(runs, _LONGER)))
 
 
-def _row(name, times, cycles):
+def _markdown(header, rows, caption):
+    lines = [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)]
+    return "\n".join([*lines, "", caption])
+
+
+def _row(name):
     function = getattr(attnorm, name)
     rule = attnorm.get_normalizer(name)
     text = " ".join(inspect.getdoc(function).split())
     formula = re.search(r"``(.*?)``", text).group(1).replace("|", "\\|")
     source = re.search(r"Source: (.*?)\.?(?: >>>|$)", text)
+    learned = learned_parameters(name)
     params = ", ".join(
-        f"{param.name} = {_shown(getattr(rule, param.name) if param.default is param.empty else param.default)}"
+        f"{f'**{param.name}**' if param.name in learned else param.name} = "
+        f"{_shown(getattr(rule, param.name) if param.default is param.empty else param.default)}"
         for param in inspect.signature(function).parameters.values()
         if param.name not in ("logits", "axis", "where", "position")
     )
+    is_fused = {"pallas_tpu", "pallas_gpu"} <= set(implementations_of(rule))
     return (
-        f"`{name}`",
+        f"`{name}`{f' {_FUSED}' if is_fused else ''}",
         f"`{formula}`",
         params,
-        str(rule.passes),
-        ", ".join(implementations_of(rule)),
-        *(_ratio(times.get(name, {}).get(direction)) for direction in contenders.PASSES),
-        *(cycles[chip].get(name, _NOT_THERE) for chip in _CHIPS),
-        source.group(1) if source else "",
+        _short(source.group(1)) if source else "",
     )
+
+
+def _short(source: str) -> str:
+    """The numbers of arXiv in it; without one, what comes before a semicolon."""
+    numbers = dict.fromkeys(re.findall(r"arXiv (\d{4}\.\d{4,5})", source))
+    links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in numbers)
+    mark = f" {_UNCHECKED}" if re.search(_UNCHECKED_WORDS, source) else ""
+    return (links or source.partition(";")[0]) + mark
 
 
 def _shown(default):
@@ -74,10 +120,14 @@ def _ratio(number):
     return _NOT_THERE if number is None else f"{number:.2f}"
 
 
-def _cycles() -> dict[str, dict[str, str]]:
-    """By chip and normaliser, the cycles over L2's of the same report, both passes; the newest report counts."""
+def _made(report: dict) -> str:
+    return f"{report['date'][:10]}, {report['versions']['jax']}"
+
+
+def _cycles() -> dict[str, dict[str, tuple[str, str]]]:
+    """By normaliser and chip, the cycles over L2's of the same report, both passes, and when; the newest report counts."""
     reports = [json.loads(path.read_text()) for path in _RESULTS.glob("static*.json")]
-    found = {chip: {} for chip in _CHIPS}
+    found = {}
     for report in sorted(reports, key=lambda report: report["date"]):
         for chip in _CHIPS:
             counted = report["chips"].get(chip, {})
@@ -88,10 +138,11 @@ def _cycles() -> dict[str, dict[str, str]]:
                         [static_cycles.best(counted, which, direction) for direction in static_cycles.PASSES]
                         for which in (row, "l2")
                     ]
-                    found[chip][name] = ", ".join(
+                    ratios = [
                         _ratio(ours / theirs if ours and theirs else None)
                         for ours, theirs in zip(*totals, strict=True)
-                    )
+                    ]
+                    found.setdefault(name, {})[chip] = (", ".join(ratios), _made(report))
     return found
 
 
@@ -113,4 +164,8 @@ def _caption(longer):
 
 
 if __name__ == "__main__":
-    print(table())
+    parser = argparse.ArgumentParser(
+        prog="python -m attnorm.catalogue", description="Prints a table of all normalisers."
+    )
+    parser.add_argument("--costs", action="store_true", help="what each costs, instead of what each is")
+    print(costs() if parser.parse_args().costs else table())
