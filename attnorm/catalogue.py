@@ -163,9 +163,13 @@ def _caption(longer):
     return text
 
 
-if __name__ == "__main__":
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m attnorm.catalogue", description="Prints a table of all normalisers."
+        prog="python -m attnorm.catalogue", description="Prints a table of all normalisers, in Markdown."
     )
     parser.add_argument("--costs", action="store_true", help="what each costs, instead of what each is")
-    print(costs() if parser.parse_args().costs else table())
+    return parser
+
+
+if __name__ == "__main__":
+    print(costs() if _parser().parse_args().costs else table())
