@@ -11,7 +11,6 @@ from pathlib import Path
 import attnorm
 from attnorm.attention import implementations_of
 from attnorm.bench import contenders, cost, static_cycles, tpu_kernels
-from attnorm.normalizers.registry import learned_parameters
 
 _RESULTS = Path(__file__).parent / "bench" / "results"
 _LENGTH, _LONGER = 2048, 4096
@@ -42,7 +41,7 @@ def costs() -> str:
     """What each normaliser costs, on CPU and counted for TPU: the table of attnorm/bench/README.md.
 
     >>> from attnorm.catalogue import costs
-    >>> print(costs().splitlines()[2][:35])
+    >>> print(costs().splitlines()[2][:31])
     | `softmax` | 1 | 1.00 | 1.00 |
     """
     runs = cost.runs_of(_RESULTS / "cost.json")
@@ -88,9 +87,8 @@ def _row(name):
     text = " ".join(inspect.getdoc(function).split())
     formula = re.search(r"``(.*?)``", text).group(1).replace("|", "\\|")
     source = re.search(r"Source: (.*?)\.?(?: >>>|$)", text)
-    learned = learned_parameters(name)
     params = ", ".join(
-        f"{f'**{param.name}**' if param.name in learned else param.name} = "
+        f"{f'**{param.name}**' if param.name in rule.learned else param.name} = "
         f"{_shown(getattr(rule, param.name) if param.default is param.empty else param.default)}"
         for param in inspect.signature(function).parameters.values()
         if param.name not in ("logits", "axis", "where", "position")
