@@ -44,11 +44,13 @@ def test_ends_in_an_assertion_and_defines_nothing_reusable(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_is_committed_as_it_ran(path):
+def test_is_committed_whole_or_without_outputs(path):
+    """As it ran from top to bottom, or as it never ran; without warnings, and small."""
     cells = code_cells(path)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    counts = [cell.execution_count for cell in cells]
+    assert counts in ([None] * len(cells), list(range(1, len(cells) + 1)))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs) == (counts[0] == 1)
     assert not [
         output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"
     ]
