@@ -11,10 +11,14 @@ run at any moment; the same command resumes it. --config.a.b=value changes a val
 topology, of which nothing needs to be there but libtpu, and prints what they would take.
 """
 
+import importlib.util
 import os
 import shlex
 import signal
 import sys
+
+# Of the extra "train", what every run loads sooner or later.
+_PACKAGES = "absl flax grain jax matplotlib ml_collections optax orbax tensorboardX tqdm".split()
 
 
 def _stop(signum, frame) -> None:
@@ -24,20 +28,28 @@ def _stop(signum, frame) -> None:
 
 
 def _command() -> str:
-    return shlex.join(["python", *sys.argv])
+    return shlex.join(sys.orig_argv)  # with the interpreter as it was typed, which may be in no PATH
 
 
 if __name__ == "__main__":
     # Before the slow imports. The loop, which has something to save, has handlers of its own.
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f'error: not installed: {", ".join(missing)}; in the checkout: pip install --editable ".[train]"'
+        )
 
 import ast  # noqa: E402
 import re  # noqa: E402
+import shutil  # noqa: E402
+import textwrap  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from absl import app, flags, logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
+from ml_collections.config_flags import config_path  # noqa: E402
 
 _ROOT = Path(__file__).resolve().parent
 
@@ -91,33 +103,51 @@ def _compile_ahead(config: dict, topology: str) -> None:
         sys.exit(f"error: --aot={topology}: {error}")
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
+def _parse_flags(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
     try:
         # Defining the config flag reads the default file, and applies the overrides in argv to it.
         config_flags.DEFINE_config_file(
             "config",
             str(_ROOT / "configs" / "counting.py"),
             "The experiment: a file, and after a colon its arguments.",
+            flag_values=values,
+            sys_argv=argv,
         )
-        flags.DEFINE_string("workdir", None, "Where the run is kept. Required, but with --aot.")
-        flags.DEFINE_string("aot", None, "Compile for this TPU topology, such as v5e:4x4, and train nothing.")
-        flags.DEFINE_string("profile_steps", None, "Write a trace of these steps, such as 10-12.")
-        arguments = flags.FLAGS(argv)
-        flags.FLAGS.config.to_dict()  # raises if the file could not be read
+        for name, help_string in (
+            ("workdir", "Where the run is kept. Required, but with --aot."),
+            ("aot", "Compile for this TPU topology, such as v5e:4x4, and train nothing."),
+            ("profile_steps", "Write a trace of these steps, such as 10-12."),
+        ):
+            flags.DEFINE_string(name, None, help_string, flag_values=values)
+        arguments = values(argv)
+        values.config.to_dict()  # raises if the file could not be read
     except (flags.Error, OSError) as error:
         # The last line of a traceback of the config file, without the name of the exception's class.
         _exit(re.sub(r"^[\w.]*ConfigError: ", "", str(error).strip().splitlines()[-1].strip()))
     except (AttributeError, KeyError) as error:
         overrides = [argument for argument in argv if argument.startswith("--config.")]
-        hint = str(error).replace("\\'", "'").replace("\\n", "; ").strip("\"'")
-        _exit(f"unknown key in {' '.join(overrides)}: {hint}")
+        while isinstance(error.args[0], Exception):  # one that wraps another
+            error = error.args[0]
+        _exit(f"unknown key in {' '.join(overrides)}: {'; '.join(error.args[0].splitlines())}")
+    _refuse_numbers_for_tuples(argv, values.config)
     if arguments[1:]:
         _exit(f"unknown argument {arguments[1]!r}")
-    if not flags.FLAGS.workdir and not flags.FLAGS.aot:
+    if not values.workdir and not values.aot:
         _exit("--workdir is missing, for example --workdir=runs/counting")
-    if "://" in (flags.FLAGS.workdir or ""):
-        _exit(f"--workdir must be a folder of a file system that is mounted, got {flags.FLAGS.workdir}")
+    if "://" in (values.workdir or ""):
+        _exit(f"--workdir must be a folder of a file system that is mounted, got {values.workdir}")
     return arguments
+
+
+def _refuse_numbers_for_tuples(argv: list[str], config) -> None:
+    """Else --config.ensemble.seeds=5, which may mean five seeds, would be the seed 5."""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, has_value, text = argument.partition("=")
+        name, text = flag.lstrip("-"), text if has_value else following
+        if flag.startswith("-") and name.startswith("config."):
+            if isinstance(config_path.get_value(name.removeprefix("config."), config), tuple):
+                if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
+                    _exit(f"{name} must be a tuple, such as ({text},), got {text}")
 
 
 def _exit(message: str) -> None:
@@ -125,11 +155,20 @@ def _exit(message: str) -> None:
 
 
 def _configs() -> str:
-    lines = []
+    """Each config with its purpose, and what may follow its colon."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = ["", "Configs; their arguments follow a colon, as in --config=configs/lm.py:runlocal,steps=100"]
     for path in sorted((_ROOT / "configs").glob("*.py")):
-        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        lines.append(f"    configs/{path.name:24} {doc.partition(chr(10))[0]}")
-    return "\nConfigs:\n" + "\n".join(lines)
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        (function,) = (
+            node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "get_config"
+        )
+        purpose = ast.get_docstring(module).partition("\n")[0]
+        arguments = ast.get_docstring(function).replace("``", "").removeprefix("Arguments, after a colon: ")
+        lines.append(f"  configs/{path.name}")
+        for text in (purpose, f"Arguments: {' '.join(arguments.split())}"):
+            lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 8)
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The normalisers as a Markdown table, from registry, docstrings and measurements: ``python -m attnorm.catalogue``."""
+"""The normalisers as Markdown tables, from registry, docstrings and measurements: ``python -m attnorm.catalogue``."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import re
@@ -14,67 +15,108 @@ from attnorm.bench import contenders, cost, static_cycles, tpu_kernels
 _RESULTS = Path(__file__).parent / "bench" / "results"
 _LENGTH, _LONGER = 2048, 4096
 _CHIPS = ("v5e", "v6e")
-_HEADER = (
-    "name",
-    "weights",
-    "parameters and defaults",
-    "passes over the keys",
-    "implementations",
-    "CPU time, forward",
-    "CPU time, forward + backward",
-    *(f"{chip} cycles" for chip in _CHIPS),
-    "source",
-)
 _NOT_THERE = "—"
 # Parameters by which a normaliser becomes another rule, which other implementations serve than its default.
 _OTHER_RULES = {"sigmoid": {"b": 0.0}, "general": {"F": "gelu"}}
+_FUSED, _PARTLY_FUSED, _UNCHECKED = "●", "◐", "†"
+# How a docstring says that the source itself was not at hand.
+_UNCHECKED_WORDS = r"could (not )?be checked|summaries|secondary|notes on|code that follows"
 
 
 def table() -> str:
-    """One row for each normaliser, and what the numbers in it are.
+    """What each normaliser is: the table of the README.
 
     >>> from attnorm.catalogue import table
-    >>> print(table().splitlines()[3][:44])
-    | `l2` | `exp(s_j) / sqrt(Σ_k exp(2 s_k))` |
+    >>> print(table().splitlines()[3][:46])
+    | `l2` ● | `exp(s_j) / sqrt(Σ_k exp(2 s_k))` |
+    """
+    rows = [_row(name) for name in attnorm.normalizer_names()]
+    caption = (
+        f"{_FUSED}: with fused kernels for TPU and GPU; {_PARTLY_FUSED}: with them only for `sigmoid` with `b`, and "
+        "for `general` without `F = gelu`; all others by `reference` and `chunked`, which serve every normaliser. "
+        "Bold: parameters that `NormalizedAttention` can learn. "
+        f"{_UNCHECKED}: the docstring says what could not be checked in the source. Numbers are those of arXiv. "
+        "What each costs: [`attnorm/bench/README.md`](attnorm/bench/README.md)."
+    )
+    return _markdown(("name", "weights", "parameters and defaults", "source"), rows, caption)
+
+
+def costs() -> str:
+    """What each normaliser costs, on CPU and counted for TPU: the table of attnorm/bench/README.md.
+
+    >>> from attnorm.catalogue import costs
+    >>> print(costs().splitlines()[2][:31])
+    | `softmax` | 1 | 1.00 | 1.00 |
     """
     runs = cost.runs_of(_RESULTS / "cost.json")
-    times, cycles = cost.latest(runs, _LENGTH), _cycles()
-    rows = [_HEADER, ("---",) * len(_HEADER)]
-    rows += [_row(name, times, cycles) for name in attnorm.normalizer_names()]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", _caption(cost.latest(runs, _LONGER))])
+    measured = {}
+    for run in runs:
+        if run["settings"]["length"] == _LENGTH:
+            measured |= {name: (ratios, _made(run)) for name, ratios in run["ratios"].items()}
+    counted = _cycles()
+    rows = []
+    for name in attnorm.normalizer_names():
+        ratios, when = measured.get(name, ({}, _NOT_THERE))
+        cycles = counted.get(name, {})
+        rows.append(
+            (
+                f"`{name}`",
+                str(attnorm.get_normalizer(name).passes),
+                *(_ratio(ratios.get(direction)) for direction in contenders.PASSES),
+                when,
+                *(cycles.get(chip, (_NOT_THERE, ""))[0] for chip in _CHIPS),
+                "; ".join(dict.fromkeys(made for _, made in cycles.values())) or _NOT_THERE,
+            )
+        )
+    header = (
+        "name",
+        "passes over the keys",
+        "CPU, forward",
+        "CPU, forward + backward",
+        "measured, with JAX",
+        *_CHIPS,
+        "counted, with JAX",
+    )
+    return _markdown(header, rows, _caption(cost.latest(runs, _LONGER)))
 
 
-def _row(name, times, cycles):
+def _markdown(header, rows, caption):
+    lines = [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)]
+    return "\n".join([*lines, "", caption])
+
+
+def _row(name):
     function = getattr(attnorm, name)
     rule = attnorm.get_normalizer(name)
     text = " ".join(inspect.getdoc(function).split())
     formula = re.search(r"``(.*?)``", text).group(1).replace("|", "\\|")
     source = re.search(r"Source: (.*?)\.?(?: >>>|$)", text)
     params = ", ".join(
-        f"{param.name} = {_shown(getattr(rule, param.name) if param.default is param.empty else param.default)}"
+        f"{f'**{param.name}**' if param.name in rule.learned else param.name} = "
+        f"{_shown(getattr(rule, param.name) if param.default is param.empty else param.default)}"
         for param in inspect.signature(function).parameters.values()
         if param.name not in ("logits", "axis", "where", "position")
     )
     return (
-        f"`{name}`",
+        f"`{name}`{_mark(name)}",
         f"`{formula}`",
         params,
-        str(rule.passes),
-        _implementations(name),
-        *(_ratio(times.get(name, {}).get(direction)) for direction in contenders.PASSES),
-        *(cycles[chip].get(name, _NOT_THERE) for chip in _CHIPS),
-        source.group(1) if source else "",
+        _short(source.group(1)) if source else "",
     )
 
 
-def _implementations(name):
-    text = ", ".join(implementations_of(attnorm.get_normalizer(name)))
-    if other := _OTHER_RULES.get(name):
-        served = ", ".join(implementations_of(attnorm.get_normalizer(name, **other)))
-        given = ", ".join(f"{k} = {x}" if isinstance(x, str) else k for k, x in other.items())
-        text += f"; with {given}: {served}"
-    return text
+def _mark(name: str) -> str:
+    rules = [attnorm.get_normalizer(name, **params) for params in ({}, _OTHER_RULES.get(name, {}))]
+    fused = [{"pallas_tpu", "pallas_gpu"} <= set(implementations_of(rule)) for rule in rules]
+    return f" {_FUSED if all(fused) else _PARTLY_FUSED}" if any(fused) else ""
+
+
+def _short(source: str) -> str:
+    """The numbers of arXiv in it; without one, what comes before a semicolon."""
+    numbers = dict.fromkeys(re.findall(r"arXiv (\d{4}\.\d{4,5})", source))
+    links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in numbers)
+    mark = f" {_UNCHECKED}" if re.search(_UNCHECKED_WORDS, source) else ""
+    return (links or source.partition(";")[0]) + mark
 
 
 def _shown(default):
@@ -85,10 +127,14 @@ def _ratio(number):
     return _NOT_THERE if number is None else f"{number:.2f}"
 
 
-def _cycles() -> dict[str, dict[str, str]]:
-    """By chip and normaliser, the cycles over L2's of the same report, both passes; the newest report counts."""
+def _made(report: dict) -> str:
+    return f"{report['date'][:10]}, {report['versions']['jax']}"
+
+
+def _cycles() -> dict[str, dict[str, tuple[str, str]]]:
+    """By normaliser and chip, the cycles over L2's of the same report, both passes, and when; the newest report counts."""
     reports = [json.loads(path.read_text()) for path in _RESULTS.glob("static*.json")]
-    found = {chip: {} for chip in _CHIPS}
+    found = {}
     for report in sorted(reports, key=lambda report: report["date"]):
         for chip in _CHIPS:
             counted = report["chips"].get(chip, {})
@@ -99,10 +145,11 @@ def _cycles() -> dict[str, dict[str, str]]:
                         [static_cycles.best(counted, which, direction) for direction in static_cycles.PASSES]
                         for which in (row, "l2")
                     ]
-                    found[chip][name] = ", ".join(
+                    ratios = [
                         _ratio(ours / theirs if ours and theirs else None)
                         for ours, theirs in zip(*totals, strict=True)
-                    )
+                    ]
+                    found.setdefault(name, {})[chip] = (", ".join(ratios), _made(report))
     return found
 
 
@@ -123,5 +170,13 @@ def _caption(longer):
     return text
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m attnorm.catalogue", description="Prints a table of all normalisers, in Markdown."
+    )
+    parser.add_argument("--costs", action="store_true", help="what each costs, instead of what each is")
+    return parser
+
+
 if __name__ == "__main__":
-    print(table())
+    print(costs() if _parser().parse_args().costs else table())

@@ -9,6 +9,8 @@ import os
 import jax
 from jax.experimental import topologies
 
+from attnorm.extras import install_hint
+
 
 class LibtpuMissing(Exception):
     """There is no libtpu here."""
@@ -26,7 +28,7 @@ def require_libtpu(init_arguments: str = "") -> None:
       LibtpuMissing: with what to do about it.
     """
     if not importlib.util.find_spec("libtpu"):
-        raise LibtpuMissing("needs libtpu, which is not installed: pip install 'attnorm[tpu]'")
+        raise LibtpuMissing(f"needs libtpu, which is not installed; {install_hint('tpu')}")
     # There is no machine to ask, and other processes may have loaded libtpu too.
     os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {init_arguments}"

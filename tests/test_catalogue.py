@@ -1,4 +1,4 @@
-"""The table of normalisers, from the registry, the docstrings and the measurements."""
+"""The tables of normalisers, from the registry, the docstrings and the measurements."""
 
 import inspect
 import json
@@ -11,43 +11,51 @@ import attnorm
 from attnorm import catalogue
 from attnorm.attention import implementations_of
 from attnorm.bench import contenders, cost
-from attnorm.catalogue import table
+from attnorm.catalogue import costs, table
 from attnorm.normalizers import registry
 from tests import oracles
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-MARK = "<!-- python -m attnorm.catalogue -->\n"
+# Their formula comes from elsewhere than their source, as their docstrings say in other words.
+UNCHECKED = "critical scale_invariant affine reluformer polynomial stieltjes asentmax elastic".split()
 
 
-def cells():
-    """By name, the cells of its row."""
-    lines = [line for line in table().splitlines()[2:] if line.startswith("|")]
+def cells(markdown):
+    """By name, the cells of its row, the first with its mark."""
+    lines = [line for line in markdown.splitlines()[2:] if line.startswith("|")]
     rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return {row[0].strip("`"): row[1:] for row in rows}
+    return {row[0].split("`")[1]: row for row in rows}
 
 
 def test_every_normaliser_has_a_row_with_its_formula_and_source():
-    rows = cells()
+    rows = cells(table())
     assert list(rows) == list(attnorm.normalizer_names())
-    for name, (formula, params, passes, implementations, *numbers, source) in rows.items():
+    for name, (_, formula, params, source) in rows.items():
+        rule = attnorm.get_normalizer(name)
         assert re.search(r"\bs(_j)?\b", formula), name
-        assert all("=" in param for param in params.split(", ") if param), name
-        assert int(passes) >= 1
-        assert "reference" in implementations
-        assert all(re.fullmatch(r"—|\d+\.\d\d(, \d+\.\d\d)?", number) for number in numbers), name
+        names = [param.partition(" = ")[0] for param in params.split(", ") if param]
+        learned = {param.strip("*") for param in names if param.startswith("**")}
+        assert learned == set(rule.learned) & {param.strip("*") for param in names}, name
+        assert len(names) == len(inspect.signature(registry._RULES[name]).parameters), name
         assert source, name
-    assert rows["lp"][1] == "p = 2"
+        doc = getattr(attnorm, name).__doc__
+        assert set(re.findall(r"\[(.*?)\]", source)) == set(
+            re.findall(r"arXiv (\d[\d.]*\d)", doc.partition("Source:")[2])
+        )
+        assert source.endswith("†") or not ("be checked" in doc or name in UNCHECKED), name
+    assert not [name for name in ("l2", "yarn", "sigmoid", "entmax") if "†" in rows[name][3]]
+    assert rows["lp"][2] == "**p** = 2" and rows["yarn"][2] == "r = 1"
 
 
-def test_implementations_are_those_of_every_rule_that_parameters_make():
-    for name, row in cells().items():
-        shown = {frozenset(text.split(": ")[-1].split(", ")) for text in row[3].split("; ")}
+def test_marks_are_those_of_every_rule_that_parameters_make():
+    meanings = {"": {0}, "●": {2}, "◐": {0, 2}}
+    for name, (shown, *_) in cells(table()).items():
         found = set()
         for _, params in oracles.choices(name):
-            rule = attnorm.get_normalizer(name, **oracles.as_arrays(params, heads=4))
-            found.add(frozenset(implementations_of(rule)))
-        assert found == shown, name
+            served = implementations_of(attnorm.get_normalizer(name, **oracles.as_arrays(params, heads=4)))
+            assert {"reference", "chunked"} <= set(served), name
+            found.add(len({"pallas_tpu", "pallas_gpu"} & set(served)))
+        assert found == meanings[shown.rpartition("`")[2].strip()], name
 
 
 def test_every_normaliser_that_chunked_serves_is_measured():
@@ -63,13 +71,17 @@ def test_every_normaliser_that_chunked_serves_is_measured():
 
 
 def test_costs_are_those_of_the_committed_reports():
-    rows, folder = cells(), ROOT / "attnorm" / "bench" / "results"
-    measured = {}
+    rows, folder = cells(costs()), ROOT / "attnorm" / "bench" / "results"
+    measured, made = {}, {}
     for run in json.loads((folder / "cost.json").read_text())["runs"]:
-        measured |= run["ratios"] if run["settings"]["length"] == 2048 else {}
-    assert len(measured) > 30 and measured.keys() <= rows.keys()
+        if run["settings"]["length"] == 2048:
+            measured |= run["ratios"]
+            made |= dict.fromkeys(run["ratios"], f"{run['date'][:10]}, {run['versions']['jax']}")
+    assert len(measured) > 30 and list(rows) == list(attnorm.normalizer_names())
     for name, by_pass in measured.items():
-        assert rows[name][4:6] == [f"{by_pass[way]:.2f}" for way in ("forward", "forward_backward")], name
+        assert int(rows[name][1]) >= 1
+        assert rows[name][4] == made[name], name
+        assert rows[name][2:4] == [f"{by_pass[way]:.2f}" for way in ("forward", "forward_backward")], name
     reports = [json.loads(path.read_text()) for path in folder.glob("static*.json")]
     reports.sort(key=lambda report: report["date"])
     chips = [report["chips"]["v6e"] for report in reports if "v6e" in report["chips"]]
@@ -77,7 +89,9 @@ def test_costs_are_those_of_the_committed_reports():
     ours, l2 = (
         min(x["total"] for x in counted[row]["forward"].values()) for row in ("sink, b per head", "l2")
     )
-    assert rows["sink"][7].split(", ")[0] == f"{ours / l2:.2f}"
+    assert rows["sink"][6].split(", ")[0] == f"{ours / l2:.2f}"
+    last = [report for report in reports if "v6e" in report["chips"]][-1]
+    assert rows["softmax_plus_n"][7] == f"{last['date'][:10]}, {last['versions']['jax']}"
 
 
 def test_what_was_not_measured_is_a_dash_and_the_newest_report_counts(tmp_path, monkeypatch):
@@ -90,20 +104,26 @@ def test_what_was_not_measured_is_a_dash_and_the_newest_report_counts(tmp_path, 
         "static_more": ("2026-02-01", {"v5e": {"l2": counted(10, 10), "lp, p = 3": counted(11, 12)}}),
     }
     for name, (date, chips) in reports.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"date": date, "chips": chips}))
+        report = {"date": date, "chips": chips, "versions": {"jax": "0.12.0"}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
     measured = {"softmax": 1.0, "linf": 1.25}
     runs = [
-        {"settings": {"length": length}, "ratios": {name: dict.fromkeys(contenders.PASSES, ratio)}}
+        {
+            "date": "2026-03-01T12:00",
+            "versions": {"jax": "0.11.0"},
+            "settings": {"length": length},
+            "ratios": {name: dict.fromkeys(contenders.PASSES, ratio)},
+        }
         for length, name, ratio in [(2048, name, x) for name, x in measured.items()]
         + [(4096, "entmax15", 3.5)]
     ]
     (tmp_path / "cost.json").write_text(json.dumps(cost.file_of(runs)))
     monkeypatch.setattr(catalogue, "_RESULTS", tmp_path)
-    rows = cells()
-    assert rows["linf"][4:8] == ["1.25", "1.25", "1.50, 1.25", "—"]
-    assert rows["lp"][4:8] == ["—", "—", "1.10, 1.20", "—"]
-    assert rows["l2"][6] == "1.00, 1.00" and rows["entmax15"][4:8] == ["—"] * 4
-    assert table().endswith("At length 4096 entmax15 takes 3.50 times as long as softmax forward.")
+    rows = cells(costs())
+    assert rows["linf"][2:] == ["1.25", "1.25", "2026-03-01, 0.11.0", "1.50, 1.25", "—", "2026-01-01, 0.12.0"]
+    assert rows["lp"][2:] == ["—", "—", "—", "1.10, 1.20", "—", "2026-02-01, 0.12.0"]
+    assert rows["l2"][5] == "1.00, 1.00" and rows["entmax15"][2:] == ["—"] * 6
+    assert costs().endswith("At length 4096 entmax15 takes 3.50 times as long as softmax forward.")
 
 
 @pytest.mark.parametrize("name", attnorm.normalizer_names())
@@ -118,5 +138,30 @@ def test_function_and_rule_have_the_same_parameters_and_defaults(name):
     assert all(x.kind is x.KEYWORD_ONLY for k, x in function.items() if k != "logits")
 
 
-def test_the_readme_shows_this_table():
-    assert README.split(MARK)[1].startswith(table() + "\n")
+def test_all_texts_on_adding_a_normaliser_ask_for_the_same():
+    readme = (ROOT / "README.md").read_text().partition("\n## Add a normaliser")[2].partition("\n## ")[0]
+    notebook = (ROOT / "notebooks" / "06_write_your_own_normalizer.ipynb").read_text()
+    for text in (readme, registry.__doc__, notebook.partition("## In the package")[2]):
+        for asked in (
+            "parameters",
+            "docstring",
+            "double",
+            "Source:",
+            "__init__.py",
+            "__all__",
+            "FORMULAS",
+            "tests/oracles.py",
+            "python -m attnorm.catalogue",
+            "--costs",
+            "attnorm/bench/README.md",
+        ):
+            assert asked in text, asked
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "made"),
+    [("README.md", "", table), ("attnorm/bench/README.md", " --costs", costs)],
+)
+def test_the_committed_tables_are_these(path, arguments, made):
+    mark = f"<!-- python -m attnorm.catalogue{arguments} -->\n"
+    assert (ROOT / path).read_text().split(mark)[1].startswith(made() + "\n")

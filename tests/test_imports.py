@@ -14,7 +14,7 @@ ROOT = Path(attnorm.__file__).parent
 
 # A part may import its own layer and those before it. "attnorm" is the package's own __init__.
 LAYERS = [
-    {"_compat", "finite", "tiling", "topology", "hlo"},
+    {"_compat", "extras", "finite", "tiling", "topology", "hlo"},
     {"normalizers", "masks", "dropout", "cache"},
     {
         "places",

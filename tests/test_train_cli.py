@@ -1,7 +1,9 @@
 """train.py as users run it: killed at any moment, stopped, and called with bad input."""
 
 import json
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from attnorm.extras import install_hint
 
 ROOT = Path(__file__).parents[1]
 TINY = (
@@ -113,13 +117,40 @@ def test_a_stopped_run_saves_exits_with_0_and_says_how_to_go_on(tmp_path, signum
     assert before_last.startswith("interrupted after step")
     step = int(before_last.split()[3])
     assert max(committed(tmp_path / "run")) == step
-    assert last.startswith(f"resume with: python train.py --workdir={tmp_path}/run")
+    assert last.startswith(f"resume with: {sys.executable} train.py --workdir={tmp_path}/run")
+
+
+@pytest.mark.slow
+def test_the_printed_command_resumes_though_no_python_is_in_the_path(tmp_path):
+    """A virtual environment that is not activated, called by a relative path."""
+    interpreter = os.path.relpath(sys.executable, ROOT)
+    process = subprocess.Popen(
+        [interpreter, *command(tmp_path / "a run", *TINY)[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    wait_for(process, lambda: (tmp_path / "a run/checkpoints").is_dir() and committed(tmp_path / "a run"))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    printed = output.splitlines()[-1].removeprefix("resume with: ")
+    assert printed.startswith(f"{interpreter} train.py")
+    nowhere = os.environ | {"PATH": ""}
+    result = subprocess.run(
+        printed, shell=True, executable="/bin/sh", cwd=ROOT, env=nowhere, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "resuming after step" in result.stdout and max(committed(tmp_path / "a run")) == 80
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--config.optimizer.learning_rat=1",), "learning_rat"),
+        (
+            ("--config.optimizer.learningrate=3",),
+            "error: unknown key in --config.optimizer.learningrate=3: 'learningrate'; Did you mean "
+            '"learning_rate" instead of "learningrate"?\n',
+        ),
+        (("--config.optimizer.zzz=3",), "error: unknown key in --config.optimizer.zzz=3: 'zzz'\n"),
+        (("--config.ensemble.seeds=5",), "error: config.ensemble.seeds must be a tuple, such as (5,), got 5"),
+        (("--config.ensemble.seeds", "5"), "error: config.ensemble.seeds must be a tuple, such as (5,)"),
         (("--config.ensemble.normalizers=('lp(p=-1)',)",), "'lp(p=-1)': p must be"),
         (
             ("--config=configs/counting.py:runloca",),
@@ -158,7 +189,7 @@ def test_a_run_stopped_while_it_starts_exits_with_0(tmp_path, signum, line):
     output, _ = process.communicate()
     assert process.returncode == 0, output
     assert "Traceback" not in output
-    assert f"with: python train.py --workdir={tmp_path}/run" in output.splitlines()[-1]
+    assert f"with: {sys.executable} train.py --workdir={tmp_path}/run" in output.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -174,10 +205,41 @@ def test_two_runs_in_one_workdir_are_refused_and_a_killed_one_leaves_no_lock(tmp
     assert result.returncode == 0, result.stderr
 
 
-def test_help_lists_the_configs():
-    output = run("unused", "--help").stdout
-    assert "configs/counting.py" in output and "configs/counting_paper.py" in output
+def test_help_lists_the_configs_and_their_arguments():
+    output = run("unused", "--help", env=os.environ | {"COLUMNS": "80"}).stdout
     assert "--workdir" in output
+    listed = output[output.index("Configs; their arguments") : output.index("\nflags:")].split("  configs/")[
+        1:
+    ]
+    assert [text.split()[0] for text in listed] == sorted(path.name for path in ROOT.glob("configs/*.py"))
+    for text in listed:
+        assert " Arguments: " in text
+        assert max(map(len, text.splitlines())) <= 80
+    counting, lm = (
+        " ".join(next(x for x in listed if x.startswith(name)).split()) for name in ("counting.py", "lm.py")
+    )
+    assert "Counting with L1, L2 and L4" in counting and "steps a stage, norm of the model." in counting
+    assert "corpus, tokenizer, learning_rate, normalizer" in lm
+
+
+def test_packages_that_are_missing_are_named_with_what_to_type():
+    """-S hides everything that was installed."""
+    result = subprocess.run([sys.executable, "-S", "train.py"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: not installed: absl, ") and result.stderr.count("\n") == 1
+    assert "ml_collections" in result.stderr and result.stderr.endswith(f"; {install_hint('train')}\n")
+
+
+def test_no_message_installs_from_an_index_that_does_not_have_it():
+    """The README knows one way, from a checkout; every other text says the same."""
+    here = Path(__file__)
+    files = [
+        *ROOT.glob("*.*"),
+        *(x for name in ("attnorm", "configs", "notebooks", "tests") for x in (ROOT / name).rglob("*.*")),
+    ]
+    texts = {x: x.read_text() for x in files if x.suffix in (".py", ".md", ".ipynb") and x != here}
+    assert len(texts) > 100
+    assert not [path for path, text in texts.items() if re.search("pip install ['\"]?attnorm", text)]
 
 
 @pytest.mark.slow

@@ -6,8 +6,31 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from attnorm.extras import install_hint
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        written = options.run(options)
+    except _InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("attnorm"):
+            raise
+        print(f"error: {error}; {install_hint('analysis')}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        reason = error.strerror or error
+        print(f"error: cannot read or write {error.filename or 'a file'}: {reason}", file=sys.stderr)
+        return 1
+    for path in written:
+        print(path)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m attnorm.analysis", description="Make a figure and its table."
     )
@@ -56,24 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     )
 
-    options = parser.parse_args(arguments)
-    try:
-        written = options.run(options)
-    except _InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("attnorm"):
-            raise
-        print(f"error: {error}; install it with: pip install 'attnorm[analysis]'", file=sys.stderr)
-        return 1
-    except OSError as error:
-        reason = error.strerror or error
-        print(f"error: cannot read or write {error.filename or 'a file'}: {reason}", file=sys.stderr)
-        return 1
-    for path in written:
-        print(path)
-    return 0
+    return parser
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +87,9 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "--model",
-        required=True,
-        help="minilm, synthetic, a workdir of train.py, the folder of a GPT-2 or BERT checkpoint, or its hub id",
+        default="synthetic",
+        help="synthetic, heads with known weights; minilm; a workdir of train.py; the folder of a GPT-2 or BERT "
+        "checkpoint, or its hub id (default: synthetic)",
     )
     parser.add_argument(
         "--text", metavar="FILE", type=Path, help="UTF-8; without it, the model's own examples"

@@ -184,12 +184,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--device", choices=DEVICES, default="cpu")
-    way.add_argument("--cost", action="store_true")
-    way.add_argument("--compile-only", action="store_true")
-    way.add_argument("--decode", action="store_true")
+    way.add_argument("--device", choices=DEVICES, default="cpu", help="what to measure on (default: cpu)")
+    way.add_argument("--cost", action="store_true", help="time of normalisers over softmax's, on the CPU")
+    way.add_argument("--compile-only", action="store_true", help="memory and code of the TPU kernels")
+    way.add_argument("--decode", action="store_true", help="tokens a second, generated on the CPU")
     way.add_argument(
-        "--static-cycles", nargs="+", choices=cycles.CHIPS, metavar="CHIP", help=", ".join(cycles.CHIPS)
+        "--static-cycles",
+        nargs="+",
+        choices=cycles.CHIPS,
+        metavar="CHIP",
+        help=f"cycles of the TPU kernels: {', '.join(cycles.CHIPS)}",
     )
     # None is "not given"; what it means depends on the way.
     add = parser.add_argument
@@ -199,14 +203,41 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="a sequence split over N devices; also with --compile-only",
     )
-    add("--normalizers", nargs="+", choices=[*normalizer_names(), "all"], metavar="NAME")
-    add("--implementations", nargs="+", metavar="NAME", help="as in attnorm.dot_product_attention")
-    add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=", ".join(PEERS))
-    add("--lengths", nargs="+", type=_positive, metavar="L")
-    add("--dtypes", nargs="+", choices=DTYPES)
-    add("--passes", nargs="+", choices=PASSES)
-    add("--rounds", type=_positive, help="an even number goes equally often through both orders")
-    add("--check", action="store_true", default=None, help="first compare every result with float64")
+    add(
+        "--normalizers",
+        nargs="+",
+        choices=[*normalizer_names(), "all"],
+        metavar="NAME",
+        help=f"all, not with --device, or of {', '.join(normalizer_names())} (default: {_shown('normalizers')}; --cost: all)",
+    )
+    add(
+        "--implementations",
+        nargs="+",
+        metavar="NAME",
+        help="as in attnorm.dot_product_attention; for --device",
+    )
+    add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"of {', '.join(PEERS)}; for --device")
+    add(
+        "--lengths",
+        nargs="+",
+        type=_positive,
+        metavar="L",
+        help=f"numbers of tokens; one with --cost and --context (default: {_shown('lengths')})",
+    )
+    add("--dtypes", nargs="+", choices=DTYPES, help=f"of the inputs (default: {_shown('dtypes')})")
+    add("--passes", nargs="+", choices=PASSES, help=f"what is timed (default: {' '.join(PASSES)})")
+    add(
+        "--rounds",
+        type=_positive,
+        help="how often all are measured in turn; an even number goes equally often through both orders (default: "
+        f"{_shown('rounds')})",
+    )
+    add(
+        "--check",
+        action="store_true",
+        default=None,
+        help="first compare every result with float64; for --device",
+    )
     add("--torch-python", metavar="PYTHON", help="an interpreter with PyTorch and JAX, for the peer torch")
     add("--topology", metavar="NAME", help="for --compile-only, such as v5e:2x2")
     add("--blocks", nargs="+", type=_block, metavar="SIZE", help="for --compile-only and --static-cycles")
@@ -214,10 +245,30 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FILE",
-        help="JSON; where cases are measured, kept up to date after each; with --cost, added to the reports there",
+        help="a new JSON file, and no file that exists, but with --cost, which adds to the reports there; where "
+        "cases are measured, kept up to date after each",
     )
-    add("--plot", type=Path, metavar="FILE", help="a figure, by its suffix")
+    add("--plot", type=Path, metavar="FILE", help="a figure, by its suffix, and no file that exists")
     return parser
+
+
+def _shown(name: str) -> str:
+    """The defaults of an option by way, those of a device by device."""
+    shown = {
+        f"--device {key}": getattr(device, name) for key, device in DEVICES.items() if hasattr(device, name)
+    }
+    shown |= {way: defaults[name] for way, defaults in _DEFAULTS.items() if defaults.get(name) is not None}
+    texts = {
+        way: " ".join(map(str, x)) if isinstance(x, list | tuple) else str(x) for way, x in shown.items()
+    }
+    return "; ".join(f"{', '.join(ways)}: {text}" for text, ways in _by_value(texts).items())
+
+
+def _by_value(texts: dict[str, str]) -> dict[str, list[str]]:
+    found = {}
+    for way, text in texts.items():
+        found.setdefault(text, []).append(way)
+    return found
 
 
 def _settle(parser, options) -> str:

@@ -17,6 +17,23 @@ _BPE = "bpe:"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        texts = _texts(options.corpus)
+        tokenizer = _tokenizer(options.tokenizer, texts, options.fit_documents, options.out)
+        bar = tqdm(texts(), desc="documents", unit="", disable=None)
+        num_tokens = write_tokens(options.out, bar, tokenizer)
+    except (ValueError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: cannot write {error.filename or options.out}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(f"{num_tokens:,} tokens in {options.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m attnorm.data",
         description="Writes a corpus as one stream of token ids, from which training reads rows of any length. "
@@ -40,20 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="fit bpe:SIZE to the first N documents only, which are in memory while it is; default: all",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder, made if missing")
-    options = parser.parse_args(arguments)
-    try:
-        texts = _texts(options.corpus)
-        tokenizer = _tokenizer(options.tokenizer, texts, options.fit_documents, options.out)
-        bar = tqdm(texts(), desc="documents", unit="", disable=None)
-        num_tokens = write_tokens(options.out, bar, tokenizer)
-    except (ValueError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: cannot write {error.filename or options.out}: {error.strerror}", file=sys.stderr)
-        return 1
-    print(f"{num_tokens:,} tokens in {options.out}")
-    return 0
+    return parser
 
 
 def _texts(corpus: str) -> Callable[[], Iterable[str]]:

@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
+from attnorm.extras import install_hint
+
 _LARGEST_VOCAB = 2**24
 # The first that a vocabulary has. Where others are known, </s> may be a tag and <|eot_id|> the end of a chat's turn.
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eot_id|>", "[SEP]")
@@ -170,7 +172,7 @@ def _tokenizers() -> ModuleType:
         import tokenizers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "byte-pair encodings need the tokenizers package: pip install 'attnorm[analysis]'",
+            f"byte-pair encodings need the tokenizers package; {install_hint('analysis')}",
             name=error.name,
         ) from error
     return tokenizers

@@ -3,15 +3,17 @@
 import argparse
 import dataclasses
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from attnorm.lengthbench.suites import SUITES
+from attnorm.extras import install_hint
+from attnorm.lengthbench.suites import SUITES, Suite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     try:
         from attnorm.lengthbench.grid import GridError, default_processes, finished, make_grid, run
@@ -20,12 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("attnorm"):
             raise
-        print(f"error: {error}; install it with: pip install 'attnorm[train]'", file=sys.stderr)
+        print(f"error: {error}; {install_hint('train')}", file=sys.stderr)
         return 1
     suite = SUITES[options.suite]
     if options.seeds is not None:
         suite = dataclasses.replace(suite, num_seeds=options.seeds)
-    command = shlex.join(["python", "-m", "attnorm.lengthbench", *arguments])
+    module = [sys.executable, "-m", "attnorm.lengthbench"]
+    command = shlex.join(sys.orig_argv if arguments is None else [*module, *arguments])
     try:
         grid = make_grid(suite, options.out, command, options.normalizers, options.tasks)
         with grid.claimed():
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     except KeyboardInterrupt:
-        print("stopped; the same command goes on with the cells that are missing", file=sys.stderr)
+        print(f"stopped; go on with the cells that are missing with: {command}", file=sys.stderr)
         return 130
     for path in paths:
         print(path)
@@ -53,9 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m attnorm.lengthbench",
-        description="Trains every normaliser on every task at one length, evaluates it up to 64 times beyond, and "
-        "writes report.md, report.html, CSV tables and figures into DIR. The same command goes on where it was "
-        "interrupted; cells that are complete are not run again.",
+        description=textwrap.fill(
+            "Trains every normaliser on every task at one length, evaluates it up to 64 times beyond, and writes "
+            "report.md, report.html, CSV tables and figures into DIR. The same command goes on where it was "
+            "interrupted; cells that are complete are not run again.",
+            _width(),
+        ),
+        epilog="\n".join(map(_contents, SUITES.values())),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -72,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         help='instead of the suite\'s: such as l2, "lp(p=4)", softmax@sqrt_position, softmax@head_rms, '
         "softmax@temperature, lp@learned",
     )
-    add("--tasks", metavar="NAME", nargs="+", help="instead of the suite's")
+    add("--tasks", metavar="NAME", nargs="+", help="instead of the suite's, such as counting mqar")
     add("--seeds", metavar="N", type=_whole(16), help="how many, 1 to 16, instead of the suite's number")
     add(
         "--jobs",
@@ -82,6 +90,25 @@ def _parser() -> argparse.ArgumentParser:
         "an accelerator one",
     )
     return parser
+
+
+def _contents(suite: Suite) -> str:
+    """The tasks of a suite, those with the same normalisers together."""
+    names, tasks = {}, {}
+    for task, name in suite.cells(None, None):
+        names.setdefault(task, []).append(name)
+    for task, compared in names.items():
+        tasks.setdefault(", ".join(compared), []).append(task)
+    indents = {"initial_indent": "  ", "subsequent_indent": "    "}
+    lines = [
+        textwrap.fill(f"{', '.join(group)}: {compared}", _width(), **indents)
+        for compared, group in tasks.items()
+    ]
+    return "\n".join([f"suite {suite.name}, tasks and normalisers:", *lines])
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, 110) - 2
 
 
 def _whole(most: int) -> Callable[[str], int]:

@@ -1,4 +1,10 @@
-"""The normalisers by name. A new variant is one line here."""
+"""The normalisers by name: a new one is a line here, and configs, benchmarks and contract tests know it.
+
+Beside the rule it has a function of that name in this folder, with the rule's parameters, the formula in double
+backticks and a line ``Source:`` in its docstring, exported by ``__init__.py`` (import and ``__all__``); its formula in
+``FORMULAS`` of tests/oracles.py; and a row in the tables of README.md and attnorm/bench/README.md, which
+``python -m attnorm.catalogue`` prints, the second with ``--costs``.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -172,7 +173,7 @@ def parse_argument(argument: str | None, **defaults: Any) -> SimpleNamespace:
     """What follows the colon in ``--config=file.py:runlocal,steps=100``, as attributes.
 
     Args:
-      argument: comma-separated ``key=value`` or, for booleans, ``key``.
+      argument: comma-separated ``key=value`` or, for booleans, ``key``; commas in parentheses belong to a value.
       **defaults: the keys that exist; a value is converted to its default's type. A mapping makes the key a preset:
         a boolean, False unless given, that replaces the defaults of other keys where they are not given themselves.
 
@@ -188,7 +189,7 @@ def parse_argument(argument: str | None, **defaults: Any) -> SimpleNamespace:
     presets = {key: value for key, value in defaults.items() if isinstance(value, Mapping)}
     defaults |= dict.fromkeys(presets, False)
     given = {}
-    for item in (argument or "").split(","):
+    for item in re.split(r",(?![^()]*\))", argument or ""):  # not at the commas of lp(...)
         if not item:
             continue
         key, has_value, text = item.partition("=")

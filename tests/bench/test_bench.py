@@ -9,7 +9,7 @@ import pytest
 
 import attnorm
 from attnorm.bench import check, contenders, cost, measured, plot, runner
-from attnorm.bench.__main__ import main
+from attnorm.bench.__main__ import _parser, main
 from attnorm.bench.contenders import Case
 
 NAMES = ["chunked l2", "chunked softmax", "jax.nn"]
@@ -342,13 +342,25 @@ def test_bad_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_help_says_what_every_option_does(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # else lines break inside of names
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for action in _parser()._actions:
+        assert action.help, action.dest
+    assert "all, not with --device, or of softmax, l2, lp," in shown and "stick_breaking (default:" in shown
+    assert "--device cpu: 1024 2048 4096; --device gpu, --device tpu: 1024 4096 16384; --cost, " in shown
+    assert "no file that exists, but with --cost" in shown
+
+
 def test_what_is_not_installed_is_named(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "torch" not in contenders.default_contenders("cpu", ["l2"])
     for arguments, message in {
         ("--peers", "torch"): "--peers: torch is not installed",
         ("--plot", "times.png"): "--plot: needs matplotlib, which is not installed",
-        ("--static-cycles", "v5e"): "--static-cycles: needs libtpu, which is not installed: pip install",
+        ("--static-cycles", "v5e"): "--static-cycles: needs libtpu, which is not installed; in the checkout",
         ("--compile-only", "--topology", "v5e:2x2"): "--compile-only: needs libtpu, which is not installed",
     }.items():
         with pytest.raises(SystemExit, match="2"):

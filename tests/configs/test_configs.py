@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -38,6 +39,20 @@ def test_config(path):
         assert word in doc
     if path.stem != "counting":
         assert f"--config=configs/{path.name}" in doc
+
+
+@pytest.mark.parametrize("name", ["counting", "lm"])
+def test_expected_results_are_those_of_the_readme(name):
+    (path,) = (path for path in CONFIGS if path.stem == name)
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    expected = re.findall(
+        r"\d+\.\d+", doc[doc.index("Expected:") :].partition("Other texts")[0].replace("3.11", "")
+    )
+    readme = (path.parents[1] / "README.md").read_text()
+    assert len(expected) > 5
+    assert not [
+        number for number in expected if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", readme)
+    ]
 
 
 def test_sizes_of_counting():
@@ -78,6 +93,7 @@ LM = {path.stem: path for path in CONFIGS if path.stem.startswith("lm")}
     ("name", "argument", "expected"),
     [
         ("lm", "normalizer=sink,learned", {"normalizers": ("sink",), "learned_normalizer": "sink"}),
+        ("lm", "normalizer=general(F=softplus,p=2)", {"normalizers": ("general(F=softplus,p=2)",)}),
         ("lm_extrapolation", "output_norm=head_layer", {"output_norm": "head_layer"}),
         ("lm_extrapolation", "trained_yarn=8", {"rope_factor": 8.0, "eval_yarn_factors": (1.0,)}),
         ("lm_extrapolation", "output_rescale=sqrt_position", {"eval_yarn_factors": (1.0, 32.0)}),

@@ -140,7 +140,9 @@ def test_end_of_document_by_its_names(tmp_path, vocab, end):
 def test_without_the_tokenizers_package(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for make in (lambda: PretrainedTokenizer(GPT2), lambda: train_bpe([SAMPLE], 270, tmp_path)):
-        with pytest.raises(ModuleNotFoundError, match=r"pip install 'attnorm\[analysis\]'"):
+        with pytest.raises(
+            ModuleNotFoundError, match=r'in the checkout: pip install --editable "\.\[analysis\]"'
+        ):
             make()
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import shlex
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
@@ -166,6 +167,30 @@ def test_cells_of_other_settings_are_refused_before_anything_runs(ran, tmp_path,
 def test_what_is_unknown_is_named(change, message, tmp_path):
     with pytest.raises(GridError, match=message):
         make_grid(TINY, tmp_path, "command", **change)
+
+
+def test_help_has_the_tasks_and_the_normalisers_of_every_suite(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "such as counting mqar" in shown
+    for suite, text in zip(SUITES.values(), shown.split("suite ")[-len(SUITES) :], strict=True):
+        assert text.startswith(f"{suite.name}, tasks and normalisers:")
+        names = set(text.replace(",", " ").replace(": ", " ").split())
+        assert names >= {name for cell in suite.cells(None, None) for name in cell}
+
+
+def test_the_command_is_the_one_that_was_typed(ran, tmp_path, monkeypatch, capsys):
+    """With its interpreter, as it stands in the message of a run that was stopped and in the report."""
+    typed = ["env/bin/python", "-m", "attnorm.lengthbench", *ARGUMENTS, "--out", str(tmp_path / "a folder")]
+    monkeypatch.setattr("sys.orig_argv", typed)
+    monkeypatch.setattr("sys.argv", ["attnorm/lengthbench/__main__.py", *typed[3:]])
+    ran.stops_at = 3
+    assert main() == 130
+    assert capsys.readouterr().err.endswith(f"with: {shlex.join(typed)}\n")
+    ran.stops_at = None
+    assert main() == 0
+    assert shlex.join(typed) in (tmp_path / "a folder" / "report.md").read_text()
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):

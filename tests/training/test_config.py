@@ -131,6 +131,8 @@ def test_arguments_of_a_config_file():
     parsed = parse_argument("a,b=0.5,c=x,d=false", a=False, b=1.0, c="", d=True)
     assert vars(parsed) == {"a": True, "b": 0.5, "c": "x", "d": False}
     assert vars(parse_argument(None, a=False)) == {"a": False}
+    parsed = parse_argument("a=general(F=softplus,p=2),b=3,c=lp(p=2)", a="", b=1, c="")
+    assert vars(parsed) == {"a": "general(F=softplus,p=2)", "b": 3, "c": "lp(p=2)"}
     for argument in ("b", "a=2", "n=x", "a=maybe"):
         with pytest.raises(ConfigError, match="config argument"):
             parse_argument(argument, a=False, n=1)

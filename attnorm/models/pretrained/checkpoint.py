@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from attnorm.extras import install_hint
 from attnorm.models.pretrained.tensors import TensorFileError, read_tensors
 
 _WEIGHTS = "model.safetensors"
@@ -147,8 +148,8 @@ def _download(model: str) -> Path:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{model!r} is no folder, and to look for it on the Hugging Face hub huggingface_hub is needed: "
-            "pip install 'attnorm[analysis]'",
+            f"{model!r} is no folder, and to look for it on the Hugging Face hub huggingface_hub is needed; "
+            f"{install_hint('analysis')}",
             name=error.name,
         ) from error
     try:

@@ -79,6 +79,11 @@ def test_every_figure_has_a_table_and_an_image(finished):
         assert float(row["expected_low"]) <= float(row["expected_high"]) * 1.002
 
 
+def test_without_a_model_the_synthetic_one_is_measured(measured, finished, tmp_path):
+    assert main(["selection", "--out", str(tmp_path), *SMALL]) == 0
+    assert contents(tmp_path) == contents(finished)
+
+
 def test_summary_has_the_claims_of_both_sides(finished):
     with open(finished / "summary.csv", newline="") as file:
         summary = list(csv.DictReader(file))

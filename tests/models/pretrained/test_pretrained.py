@@ -225,7 +225,7 @@ def test_names_that_are_neither_folder_nor_id():
 
 def test_without_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModuleNotFoundError, match=r"huggingface_hub is needed: pip install"):
+    with pytest.raises(ModuleNotFoundError, match=r"huggingface_hub is needed; in the checkout: pip install"):
         open_checkpoint("openai-community/gpt2")
 
 
