@@ -45,7 +45,8 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
             raise
         raise DoesNotFitError(f"too little memory for this config: {error}") from error
     seconds = time.monotonic() - start
-    memory = compiled.memory_analysis()
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and hlo is not None  # compilers for TPUs give both
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     in_use = resident + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     lines = [
@@ -58,7 +59,7 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
         raise DoesNotFitError("\n".join([*lines, "this does not fit"]))
     flops = len(setup.members) * setup.task.flops_per_step(stage)
     lines.append(f"FLOPs per step: {flops:.4g}, {flops / num_devices:.4g} per device, without recomputation")
-    sent = traffic(compiled.as_text())
+    sent = traffic(hlo)
     lines.append("collectives per step and device:" + ("" if sent else " none"))
     lines += [f"  {name}: {of.count}, {_gib(of.bytes_sent)} sent" for name, of in sent.items()]
     if kind in PEAK_FLOPS and kind in _SENT_PER_SECOND:

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 import attnorm
+from attnorm.arguments import Options
 from attnorm.normalizers import Normalizer
 from attnorm.training.config import ConfigError
 from attnorm.training.mesh import batch_axes
@@ -33,7 +34,7 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
     >>> attention(*jnp.ones((3, 1, 8, 2, 4)), is_causal=True).shape
     (1, 8, 2, 4)
     """
-    options = {"normalizer": normalizer}
+    options: Options = {"normalizer": normalizer}
     platform = mesh.devices.flat[0].platform
     if platform != jax.default_backend() and platform in _ELSEWHERE:
         options["implementation"] = _ELSEWHERE[platform]

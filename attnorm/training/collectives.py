@@ -62,7 +62,8 @@ def traffic(hlo: str) -> dict[str, Traffic]:
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    computations, entry, lines = {}, "", []
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", list[str]()
     for line in hlo.splitlines():
         if match := _COMPUTATION.match(line):
             lines = computations.setdefault(match[2], [])

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,10 @@ class RowLog:
 class CsvLog:
     """The same rows as a table; the first row's keys are its columns."""
 
-    def __init__(self, path: Path, rows: list[Row]):
+    def __init__(self, path: Path, rows: Sequence[Row]):
         path.unlink(missing_ok=True)
         self._file = open(path, "a", encoding="utf-8", newline="")
-        self._writer = None
+        self._writer: csv.DictWriter[str] | None = None
         for row in rows:
             self.append(row)
 

@@ -6,12 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # not POSIX
-    fcntl = None
+from typing import Any, TextIO
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -90,17 +85,26 @@ def _check(workdir: Path, config: Mapping[str, Any], outputs: Sequence[str]) -> 
 @contextlib.contextmanager
 def _locked(workdir: Path) -> Iterator[None]:
     with open(workdir / LOCK, "a", encoding="utf-8") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise WorkdirError(
-                    f"{workdir} is in use by another run. Wait for its end, or choose another --workdir."
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
+        try:
+            _lock(file)
+        except BlockingIOError:
+            raise WorkdirError(
+                f"{workdir} is in use by another run. Wait for its end, or choose another --workdir."
+            ) from None
         yield  # the system releases the lock when the file is closed, also by a kill
+
+
+def _lock(file: TextIO) -> None:
+    """Locks the file, where the system can."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # not POSIX
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def _compare(path: Path, config: Mapping[str, Any]) -> None:
