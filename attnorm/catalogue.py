@@ -46,8 +46,10 @@ def table() -> str:
 def _row(name, times, cycles):
     function = getattr(attnorm, name)
     rule = attnorm.get_normalizer(name)
-    text = " ".join(inspect.getdoc(function).split())
-    formula = re.search(r"``(.*?)``", text).group(1).replace("|", "\\|")
+    text = " ".join((inspect.getdoc(function) or "").split())
+    weights = re.search(r"``(.*?)``", text)
+    assert weights, f"the docstring of {name} begins with its weights"
+    formula = weights[1].replace("|", "\\|")
     source = re.search(r"Source: (.*?)\.?(?: >>>|$)", text)
     params = ", ".join(
         f"{param.name} = {_shown(getattr(rule, param.name) if param.default is param.empty else param.default)}"
@@ -77,7 +79,7 @@ def _ratio(number):
 def _cycles() -> dict[str, dict[str, str]]:
     """By chip and normaliser, the cycles over L2's of the same report, both passes; the newest report counts."""
     reports = [json.loads(path.read_text()) for path in _RESULTS.glob("static*.json")]
-    found = {chip: {} for chip in _CHIPS}
+    found: dict[str, dict[str, str]] = {chip: {} for chip in _CHIPS}
     for report in sorted(reports, key=lambda report: report["date"]):
         for chip in _CHIPS:
             counted = report["chips"].get(chip, {})

@@ -81,7 +81,8 @@ def collectives(hlo: str, work: str) -> list[Collective]:
 
 
 def _parsed(hlo) -> tuple[str, dict[str, list[_Instruction]]]:
-    entry, computations, current = "", {}, []
+    computations: dict[str, list[_Instruction]] = {}
+    entry, current = "", list[_Instruction]()
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
             current = computations[header[2]] = []
@@ -114,7 +115,9 @@ def _trips(computations, instruction) -> int:
         return 1
     if match := _TRIPS.search(instruction.rest):
         return int(match[1])
-    condition = computations.get(_CONDITION.search(instruction.rest)[1], [])
+    called = _CONDITION.search(instruction.rest)
+    assert called, instruction.rest
+    condition = computations.get(called[1], [])
     counts_up = any("direction=LT" in other.rest for other in condition)
     limits = [other.rest for other in condition if other.operation == "constant"]
     return int(limits[0].split(")")[0]) if counts_up and len(limits) == 1 else 1

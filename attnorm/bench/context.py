@@ -174,7 +174,7 @@ def _sent(compiled, num_devices, work) -> dict:
         "reduce-scatter": num_devices - 1,
         "all-reduce": 2 * (num_devices - 1) / num_devices,
     }
-    sent = {}
+    sent: dict[str, int] = {}
     for one in found:
         sent[one.kind] = sent.get(one.kind, 0) + round(one.bytes * one.times * parts.get(one.kind, 1))
     in_loops = [one.is_overlapped for one in found if one.is_in_loop]

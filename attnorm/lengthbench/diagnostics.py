@@ -34,7 +34,8 @@ def diagnose(
       positions: of each sequence; later ones are padding.
       num_groups: equal parts of the batch, one after the other.
     """
-    weights, outputs = [], []
+    weights: list[Array] = []
+    outputs: list[Array] = []
 
     def attention(query, key, value, *, normalizer=normalizer, **options):
         weights.append(attention_weights(query, key, normalizer=normalizer, **options))

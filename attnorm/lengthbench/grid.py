@@ -98,7 +98,8 @@ def run(grid: Grid) -> list[Cell]:
     if missing:
         _require_writable(grid.out / "cells")
     progress = Progress(0, max(1, sum(updates.values())))
-    done, programs, last_task = 0, {}, None
+    done, last_task = 0, None
+    programs: dict[Any, Programs] = {}
     try:
         for task, contender in missing:
             start = time.monotonic()

@@ -14,6 +14,7 @@ from attnorm.lengthbench.diagnostics import diagnose
 from attnorm.lengthbench.evaluation import SPLITS, Evaluation, Place, buckets, draw_padded
 from attnorm.lengthbench.suites import MAIN, Suite
 from attnorm.normalizers import Normalizer
+from attnorm.normalizers.lp import Lp
 from attnorm.training.config import EnsembleConfig, MeshConfig, OptimizerConfig, TrainConfig
 from attnorm.training.ensemble import Group
 from attnorm.training.mesh import make_mesh
@@ -119,7 +120,7 @@ class Programs:
         return (Group((), members.normalizer, members.seeds),)
 
     def _make_start(self, seeds, learning_rates):
-        groups = (Group((), None, seeds),)  # weights do not depend on the normaliser
+        groups = (Group((), Lp(1.0), seeds),)  # weights do not depend on the normaliser
         state = init_state(self.task, groups, self._optimizer, self._config, self._mesh)
         return _with_rates(state, learning_rates)
 

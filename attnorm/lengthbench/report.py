@@ -269,16 +269,16 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
                 name: [diagnostic_median(cell, spec, name, factor, MAIN) for factor in (1, far)]
                 for name in ("output_variance", "effective_keys", "right_share")
             }
-            if lost and all(x for pair in near_far.values() for x in pair):
-                change = {name: math.log(b / a) for name, (a, b) in near_far.items()}
+            change = {name: math.log(b / a) for name, (a, b) in near_far.items() if a and b}
+            if lost and len(change) == len(near_far):
                 points.append((std.median(lost.values()), change))
         if len(points) < _FEWEST_FOR_CORRELATION:
             continue
-        lost = [loss for loss, _ in points]
+        losses = [loss for loss, _ in points]
         correlations = [
-            rank_correlation([abs(change["output_variance"]) for _, change in points], lost),
-            rank_correlation([change["effective_keys"] for _, change in points], lost),
-            rank_correlation([-change["right_share"] for _, change in points], lost),
+            rank_correlation([abs(change["output_variance"]) for _, change in points], losses),
+            rank_correlation([change["effective_keys"] for _, change in points], losses),
+            rank_correlation([-change["right_share"] for _, change in points], losses),
         ]
         rows.append([f"{task}, ×{far}", str(len(points)), *map(_number, correlations)])
     if not rows:
@@ -330,7 +330,7 @@ def _caption(task: str, spec: Any) -> str:
 
 
 def _range(r: Range) -> str:
-    return _NOTHING if r.median is None else _spread([r.lowest, r.median, r.highest])
+    return _spread([x for x in (r.lowest, r.median, r.highest) if x is not None])
 
 
 def _spread(values: Sequence[float]) -> str:
