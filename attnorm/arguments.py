@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from attnorm.dropout import Dropout
 from attnorm.masks import Visibility
@@ -17,6 +19,31 @@ from attnorm.normalizers.rule import checked_floating
 
 # No index reaches it, and sums of two such numbers stay inside int32.
 _BEYOND_ALL = 2**30 - 1
+
+
+class WeightsOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`attnorm.attention_weights`, for those who pass them on."""
+
+    normalizer: str | Normalizer
+    scale: float | None
+    is_causal: bool
+    query_offset: int | Int[Array, ""] | Int[Array, "B"]
+    local_window_size: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    query_seq_lengths: Int[Array, "B"] | None
+    key_value_seq_lengths: Int[Array, "B"] | None
+    query_segment_ids: Int[Array, "*B T"] | None
+    key_value_segment_ids: Int[Array, "*B S"] | None
+    precision: jax.lax.PrecisionLike
+
+
+class Options(WeightsOptions, total=False):
+    """Those of :func:`attnorm.dot_product_attention`, but for ``return_log_norm``, on which its result depends."""
+
+    dropout_rate: float
+    dropout_rng: Array | None
+    return_residual: bool
+    implementation: str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -174,7 +201,7 @@ def _broadcast_rank(name, x, full, batched):
     return expanded
 
 
-def _checked_window(window):
+def _checked_window(window: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     sides = (window, window) if isinstance(window, numbers.Integral) else window
@@ -185,7 +212,8 @@ def _checked_window(window):
             raise TypeError(f"local_window_size must hold ints or None, got {window!r}")
         if side is not None and side < 0:
             raise ValueError(f"local_window_size must not be negative, got {window!r}")
-    return tuple(None if side is None or side >= _BEYOND_ALL else int(side) for side in sides)
+    left, right = (None if side is None or side >= _BEYOND_ALL else int(side) for side in sides)
+    return left, right
 
 
 def checked_offset(offset, B):
@@ -257,7 +285,7 @@ def _checked_segments(query_ids, key_ids, B, T, S, batched):
     return query_ids, key_ids
 
 
-def _checked_number(name, value):
+def _checked_number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {value!r}")
     if not abs(value) <= float(np.finfo(np.float32).max):

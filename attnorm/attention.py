@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Literal, Unpack, overload
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from attnorm import chunked, chunked_rows, chunked_solver, reference, sharding
-from attnorm.arguments import checked_call, checked_dropout
+from attnorm.arguments import Options, checked_call, checked_dropout
 from attnorm.kernels import gpu, tpu
 from attnorm.normalizers import Normalizer
 from attnorm.normalizers.rule import checked_floating
@@ -23,6 +24,32 @@ _PREFERRED = {
 }
 _IMPLEMENTATIONS_OF_JAX = ("xla", "cudnn")
 _log = logging.getLogger(__name__)
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    *,
+    return_log_norm: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Float[Array, "*B T N Hv"]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | None = None,
+    *,
+    return_log_norm: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
 
 
 def dot_product_attention(
@@ -141,6 +168,7 @@ def dot_product_attention(
     if (axes := sharding.explicit_axes(call.query)) is not None:
         return sharding.over_explicit_axes(dot_product_attention, arguments, *axes)
     attend = _chosen(implementation, call.query, call.normalizer, dropout, precision)
+    assert call.value is not None  # only attention_weights has none
     if 0 in (*call.query.shape, *call.value.shape):
         attend = reference.attend  # nothing to cut into tiles
     output, log_norm = attend(
@@ -253,8 +281,9 @@ def not_served(normalizer, module):
     return f"normalizer {described} needs {', '.join(sorted(missing))}"
 
 
-def _chosen(implementation, query, normalizer, dropout, precision):
+def _chosen(implementation: str | Sequence[str] | None, query, normalizer, dropout, precision):
     """The first of the implementations asked for that can serve the call."""
+    names: Sequence[str]
     if implementation is None:
         names = implementations_for(jax.default_backend())
     else:
@@ -267,7 +296,7 @@ def _chosen(implementation, query, normalizer, dropout, precision):
             if name in _IMPLEMENTATIONS_OF_JAX:
                 hint = "; that is a name of jax.nn.dot_product_attention"
             raise ValueError(f"implementation must be one of {list(_IMPLEMENTATIONS)}, got {name!r}{hint}")
-    reasons = []
+    reasons: list[str] = []
     for name in names:
         module = _module(name, normalizer)
         reason = not_served(normalizer, module)

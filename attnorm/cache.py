@@ -144,10 +144,10 @@ def make_cache(
         max_length = num_slots
     if max_length is not None:
         require_whole("max_length", max_length, 1)
-    if window is None and max_length > num_slots:
-        raise ValueError(
-            f"max_length must be at most num_slots = {num_slots} without a window, got {max_length}"
-        )
+        if window is None and max_length > num_slots:
+            raise ValueError(
+                f"max_length must be at most num_slots = {num_slots} without a window, got {max_length}"
+            )
     slots = (num_layers, batch_size, num_slots, num_key_value_heads)
     return Cache(
         key=jnp.zeros((*slots, head_dim), dtype),
@@ -158,7 +158,7 @@ def make_cache(
     )
 
 
-def is_known(x: int | Array) -> bool:
+def is_known(x: int | Array | np.ndarray) -> bool:
     """Whether the values are at hand, and not traced or on other hosts."""
     return not isinstance(x, jax.core.Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
 
@@ -185,7 +185,7 @@ def check_vocabulary(name: str, tokens: Int[Array, "B T"], counts: Int[Array, "B
 
 
 def checked_counts(
-    name: str, counts: Int[Array, "B"], batch_size: int, least: int, most: int
+    name: str, counts: Int[Array | np.ndarray, "B"], batch_size: int, least: int, most: int
 ) -> Int[Array, "B"]:
     """Numbers of tokens, one for each row, in int32; an error names them where they are anything else."""
     counts = counts if isinstance(counts, jax.Array) else np.asarray(counts)

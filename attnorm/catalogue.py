@@ -88,8 +88,10 @@ def _markdown(header, rows, caption):
 def _row(name):
     function = getattr(attnorm, name)
     rule = attnorm.get_normalizer(name)
-    text = " ".join(inspect.getdoc(function).split())
-    formula = re.search(r"``(.*?)``", text).group(1).replace("|", "\\|")
+    text = " ".join((inspect.getdoc(function) or "").split())
+    weights = re.search(r"``(.*?)``", text)
+    assert weights, f"the docstring of {name} begins with its weights"
+    formula = weights[1].replace("|", "\\|")
     source = re.search(r"Source: (.*?)\.?(?: >>>|$)", text)
     params = ", ".join(
         f"{f'**{param.name}**' if param.name in rule.learned else param.name} = "
@@ -134,7 +136,7 @@ def _made(report: dict) -> str:
 def _cycles() -> dict[str, dict[str, tuple[str, str]]]:
     """By normaliser and chip, the cycles over L2's of the same report, both passes, and when; the newest report counts."""
     reports = [json.loads(path.read_text()) for path in _RESULTS.glob("static*.json")]
-    found = {}
+    found: dict[str, dict[str, tuple[str, str]]] = {}
     for report in sorted(reports, key=lambda report: report["date"]):
         for chip in _CHIPS:
             counted = report["chips"].get(chip, {})

@@ -157,9 +157,11 @@ def partial_gradients(
     """
     sizes = sizes_of(query, key, blocks_of(query))
     static = Static(sizes, scale, logits_soft_cap, precision)
-    rows = jax.tree.map(functools.partial(query_tiles, sizes), (m, d_output, d_stats, factor))
+    m, d_output, d_stats, factor = jax.tree.map(
+        functools.partial(query_tiles, sizes), (m, d_output, d_stats, factor)
+    )
     dq, dk, dv, _, d_normalizer = _tile_gradients(
-        static, query, key, value, None, normalizer, visibility, None, *rows
+        static, m, d_output, d_stats, factor, query, key, value, None, normalizer, visibility, None
     )
     return dq, dk, dv, d_normalizer
 
@@ -236,7 +238,7 @@ def _forward(static, query, key, value, bias, normalizer, visibility, dropout) -
                 h + jnp.sum(more, axis=-1, keepdims=True) for h, more in zip(old, stats, strict=True)
             )
             kept = None if dropout is None else dropout_tile(dropout, sizes, i, j, dtype)
-            if masked:
+            if visible is not None:
                 sees_marked = visible & has_nonfinite(v)[:, :, None, None, :]
                 mark = nan_where(jnp.any(sees_marked, axis=-1, keepdims=True), dtype)
 
@@ -281,7 +283,7 @@ def _attend_backward(static, residuals, cotangents):
     factor, d_stats, d_rows = row_gradients(over_rows(normalizer, sizes), stats, m, delta, d_log_norm)
     d_outputs = sum_gradients(d_outputs, factor)
 
-    dq, dk, dv, d_bias, d_rule = _tile_gradients(static, *arrays, m, d_outputs, d_stats, factor)
+    dq, dk, dv, d_bias, d_rule = _tile_gradients(static, m, d_outputs, d_stats, factor, *arrays)
     dq, dk, dv = (x.astype(own.dtype) for x, own in zip((dq, dk, dv), (query, key, value), strict=True))
     d_bias = None if bias is None else d_bias.astype(bias.dtype)
     d_normalizer = jax.tree.map(lambda own, of_tiles: own.reshape(of_tiles.shape) + of_tiles, d_rows, d_rule)
@@ -289,7 +291,7 @@ def _attend_backward(static, residuals, cotangents):
 
 
 def _tile_gradients(
-    static, query, key, value, bias, normalizer, visibility, dropout, m, d_outputs, d_stats, factor
+    static, m, d_outputs, d_stats, factor, query, key, value, bias, normalizer, visibility, dropout
 ):
     """Gradients of the arrays and parameters from those of Σ f v and of the statistics, with m constant.
 
@@ -360,7 +362,7 @@ def _tile_gradients(
             ds, d_spread = pull((df, tuple(jnp.broadcast_to(d[i], s.shape) for d in d_stats)))
             if static.logits_soft_cap is not None:
                 ds = ds * (1 - jnp.square(capped))
-            if masked:
+            if visible is not None:
                 # f too: a row that sees a NaN has a NaN for its m, also at the keys that it does not see.
                 f, ds, d_spread = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, ds, d_spread))
             d_rule = jax.tree.map(lambda total, x: total + sum_to(x, total.shape), d_rule, d_spread)

@@ -34,7 +34,7 @@ def attend(
     logits_soft_cap: float | None,
     dropout: Dropout | None,
     precision,
-) -> tuple[Float[Array, "B T N Hv"], None]:
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"] | None]:
     """Output in query's dtype; there is no log-norm. No dimension may be 0."""
     T, S = query.shape[1], key.shape[1]
     largest = min(chunked.blocks_of(query).query, _MOST_QUERIES)

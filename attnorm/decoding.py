@@ -82,6 +82,7 @@ def split_attention(
     )
     require_whole("num_parts", num_parts, 1)
     (B, T), S = call.query.shape[:2], call.key.shape[1]
+    assert call.value is not None  # only attention_weights has none
     if 0 in (*call.query.shape, *call.value.shape):
         raise ValueError(
             f"query, key and value must not be empty, got {query.shape}, {key.shape}, {value.shape}"
@@ -101,7 +102,8 @@ def split_attention(
         counts = jnp.tile(jnp.broadcast_to(call.visibility.counts(), (B, 1, T)), (num_parts, 1, 1))
     parts = _partial_attend(
         jnp.tile(call.query, (num_parts, 1, 1, 1)),
-        *(_cut(x, num_parts) for x in (call.key, call.value)),
+        _cut(call.key, num_parts),
+        _cut(call.value, num_parts),
         Visibility(
             num_queries=T,
             num_keys=size,

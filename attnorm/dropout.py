@@ -19,7 +19,7 @@ class Dropout:
 
     rate: float = field(metadata=dict(static=True))
     seed: UInt32[Array, "2"]
-    first_query: Int[Array, ""] | None = None
+    first_query: int | Int[Array, ""] | None = None
 
     @staticmethod
     def from_key(rate: float, key: Array) -> Dropout:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Num
 
+from attnorm.arguments import Options, WeightsOptions
 from attnorm.attention import attention_weights, dot_product_attention
 from attnorm.normalizers import Normalizer, get_normalizer
 
@@ -134,7 +135,8 @@ class _AttentionFn:
             bias = _with_one_batch_dim("bias", bias, batch_shape)
         if mask is not None:
             mask = _with_one_batch_dim("mask", _as_bool(mask), batch_shape)
-        options = dict(
+        options: WeightsOptions = dict(
+            normalizer=self.normalizer,
             scale=self.scale,
             # A single query is at the end of the cache, not, as the band has it, at its start.
             is_causal=(is_causal or self.is_causal) and not decoding,
@@ -143,15 +145,14 @@ class _AttentionFn:
             precision=precision,
         )
         if module is not None:
-            weights = attention_weights(query, key, bias, mask, normalizer=self.normalizer, **options)
+            weights = attention_weights(query, key, bias, mask, **options)
             _sow(module, weights.astype(dtype).reshape(*batch_shape, *weights.shape[1:]))
-        options["implementation"] = self.implementation
-        if deterministic or dropout_rate == 0:
-            attend = dot_product_attention
-        else:
-            options |= dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
+        all_options: Options = {**options, "implementation": self.implementation}
+        attend: Callable[..., Array] = dot_product_attention
+        if not (deterministic or dropout_rate == 0):
+            all_options |= dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
             attend = _attend_with_one_dropout_mask if broadcast_dropout else dot_product_attention
-        output = attend(query, key, value, bias, mask, normalizer=self.normalizer, **options)
+        output = attend(query, key, value, bias, mask, **all_options)
         return output.reshape(*batch_shape, *output.shape[1:])
 
 
@@ -190,7 +191,16 @@ def _sow(module: Any, weights: Array) -> None:
     module.sow(collection, "attention_weights", weights)
 
 
-def _attend_with_one_dropout_mask(query, key, value, bias, mask, *, normalizer, **options):
+def _attend_with_one_dropout_mask(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    bias: Float[Array, "b n t s"] | None,
+    mask: Bool[Array, "b n t s"] | None,
+    *,
+    normalizer: Normalizer,
+    **options: Any,
+) -> Float[Array, "B T N Hv"]:
     """Every batch entry and head is an attention of its own, with the same key and so the same dropped pairs."""
     # For its checks, which speak of the whole arrays.
     jax.eval_shape(
@@ -202,9 +212,9 @@ def _attend_with_one_dropout_mask(query, key, value, bias, mask, *, normalizer, 
     param_axes = [0 if jnp.ndim(param) else None for param in params]
 
     def one_head(query_TxH, key_SxH, value_SxV, bias, mask, params):
-        heads = (x[:, None] for x in (query_TxH, key_SxH, value_SxV))
-        normalizer = structure.unflatten(params)
-        return dot_product_attention(*heads, bias, mask, normalizer=normalizer, **options)[:, 0]
+        query, key, value = (x[:, None] for x in (query_TxH, key_SxH, value_SxV))
+        normalizer = jax.tree.unflatten(structure, params)
+        return dot_product_attention(query, key, value, bias, mask, normalizer=normalizer, **options)[:, 0]
 
     def one_entry(query_TxNxH, key_SxNxH, value_SxNxV, bias, mask):
         (bias, bias_axis), (mask, mask_axis) = _leading(bias), _leading(mask)

@@ -80,6 +80,7 @@ class Visibility:
         j = j_start + jax.lax.broadcasted_iota(jnp.int32, (1, 1, i_size, j_size), 3)
         query_ids = key_ids = mask = None
         if self.query_segment_ids is not None:
+            assert self.key_segment_ids is not None  # they come together
             query_ids = jax.lax.dynamic_slice_in_dim(self.query_segment_ids, i_start, i_size, axis=1)
             key_ids = jax.lax.dynamic_slice_in_dim(self.key_segment_ids, j_start, j_size, axis=1)
             query_ids, key_ids = query_ids[:, None, :, None], key_ids[:, None, None, :]
@@ -155,7 +156,8 @@ class Visibility:
     def _counts_in_band(self):
         i = jax.lax.broadcasted_iota(jnp.int32, (1, 1, self.num_queries), 2)
         offset = jnp.reshape(0 if self.offset is None else self.offset, (-1, 1, 1))
-        start, stop = 0, jnp.reshape(_limit(self.num_keys, self.key_lengths), (-1, 1, 1))
+        start: int | Array = 0
+        stop = jnp.reshape(_limit(self.num_keys, self.key_lengths), (-1, 1, 1))
         # The clips keep the sums inside int32, beyond every index.
         if self.left is not None:
             start = jnp.maximum(jnp.clip(offset - self.left, -(2**30), 2**30) + i, 0)

@@ -264,7 +264,14 @@ class NormalizerFamily:
         return get_normalizer(self.name, **dict(self.fixed), **values)
 
 
-def _heads(num_heads, num_key_value_heads, in_features, head_dim, out_features, dropout_rate):
+def _heads(
+    num_heads: int,
+    num_key_value_heads: int | None,
+    in_features: int,
+    head_dim: int | None,
+    out_features: int | None,
+    dropout_rate: float,
+) -> tuple[int, int]:
     """K and H, of checked numbers."""
     sizes = {
         "num_heads": num_heads,

@@ -177,7 +177,7 @@ def polar(
     return (x * jax.lax.rsqrt(_mean(x * x, -1) + eps) * length[..., None]).astype(output.dtype)
 
 
-def _wide(output, eps=1.0):
+def _wide(output: Float[Array, "... N Hv"], eps: float = 1.0) -> Float[Array, "... N Hv"]:
     output = checked_floating("output", output)
     if output.ndim < 2:
         raise ValueError(f"output must have shape (..., N, Hv), got {output.shape}")

@@ -11,7 +11,7 @@ from attnorm.normalizers.rule import Normalizer, Place
 
 def dense_place(normalizer: Normalizer, visibility: Visibility, dtype) -> Place:
     """Of all logits (B, N, T, S)."""
-    if not normalizer.needs & set(Place._fields):
+    if not normalizer.needs & {"position", "count", "distance"}:
         return Place()
     counts = visibility.counts()[..., None] if "count" in normalizer.needs else None
     first_key = _per_batch(visibility.first_key)

@@ -48,7 +48,7 @@ def sharded(
             raise ValueError(f"mesh has axes {mesh.axis_names}, got {axis!r}")
     if set(batch_axes) & set(head_axes):
         raise ValueError(f"an axis can split batch or heads, not both, got {batch_axes} and {head_axes}")
-    bound = {}
+    bound: dict[str, Any] = {}
     while isinstance(attention, functools.partial):  # what it binds has to be split as well
         if attention.args:
             raise TypeError("attention must be a partial of keyword arguments only")
@@ -164,11 +164,11 @@ def _call(attention, named, mesh, batch_axes, head_axes, manual, returns_weights
         return attention(**arrays, **constants)
 
     rows = _aligned(query.ndim - 1, (batch_axes, (), head_axes))
-    out = PartitionSpec(*rows, None)
+    out: PartitionSpec | tuple[PartitionSpec, PartitionSpec] = PartitionSpec(*rows, None)
     if returns_weights:
         out = PartitionSpec(*_aligned(query.ndim, (batch_axes, head_axes, (), ())))
     elif named.get("return_log_norm"):
-        out = (out, PartitionSpec(*rows))
+        out = PartitionSpec(*rows, None), PartitionSpec(*rows)
     return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out, axis_names=manual)(arrays)
 
 

@@ -144,8 +144,8 @@ def pad_bias(bias, sizes, dtype):
 def add_bias_tile(d_bias, ds, sizes, i, j):
     """Adds a transposed tile of logit gradients, summed over the axes along which the bias is broadcast."""
     tile = jnp.moveaxis(ds, 2, -1).reshape(sizes.B, sizes.K * sizes.G, sizes.bq, sizes.bk)
-    start = (0, 0, 0 if d_bias.shape[2] == 1 else i * sizes.bq, 0 if d_bias.shape[3] == 1 else j * sizes.bk)
-    start = tuple(jnp.asarray(x, jnp.int32) for x in start)
+    first = (0, 0, 0 if d_bias.shape[2] == 1 else i * sizes.bq, 0 if d_bias.shape[3] == 1 else j * sizes.bk)
+    start = tuple(jnp.asarray(x, jnp.int32) for x in first)
     shape = [1 if full == 1 else size for full, size in zip(d_bias.shape, tile.shape, strict=True)]
     old = jax.lax.dynamic_slice(d_bias, start, shape)
     return jax.lax.dynamic_update_slice(d_bias, old + sum_to(tile, shape), start)

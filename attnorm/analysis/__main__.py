@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from attnorm.extras import install_hint
 
@@ -172,7 +173,7 @@ def _selection(options: argparse.Namespace) -> list[Path]:
     given = vars(options)
     try:
         source = sources.load(options.model)
-        chosen = {
+        chosen: dict[str, Any] = {
             field.name: tuple(given[field.name]) if isinstance(given[field.name], list) else given[field.name]
             for field in dataclasses.fields(Options)
             if field.name in given

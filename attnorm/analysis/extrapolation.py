@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ _VARIANT_KEYS = {
 # Okabe and Ito's palette: distinct also without red-green vision.
 _COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
-_STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 160}
 
 Variant = tuple[str, ...]  # by VARIANT
 BySeed = Mapping[int, float]
@@ -69,10 +69,12 @@ def read_results(path: Path) -> Curves:
     reader = csv.DictReader(text.splitlines())
     if missing := set(COLUMNS) - set(reader.fieldnames or ()):
         raise RunError(f"{path} is not the {RESULTS} of a language model: no column {min(missing)}")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row in reader:
         try:
-            numbers = {name: int(row[name]) for name in ("seed", "trained_length", "step", "bucket")}
+            numbers: dict[str, float] = {
+                name: int(row[name]) for name in ("seed", "trained_length", "step", "bucket")
+            }
             numbers |= {name: float(row[name]) for name in ("loss", "unigram_entropy")}
         except (TypeError, ValueError) as error:
             raise RunError(f"{path}, line {reader.line_num}: {error}") from None
@@ -80,7 +82,7 @@ def read_results(path: Path) -> Curves:
     if not rows or not text.endswith("\n"):
         raise RunError(f"{path} is cut off after line {reader.line_num}")
     last = max(row["step"] for row in rows)
-    losses = {}
+    losses: dict[Variant, dict[int, dict[int, float]]] = {}
     for row in rows:
         if row["step"] == last:
             variant = tuple(row[name] for name in VARIANT)
@@ -97,7 +99,9 @@ def read_runs(workdirs: Sequence[Path]) -> tuple[Curves, list[dict[str, Any]]]:
     """
     runs = {workdir: _read_run(workdir) for workdir in workdirs}
     _require_comparable(runs)
-    training, losses, seen = [], {}, {}
+    training: list[dict[str, Any]] = []
+    losses: dict[Variant, dict[int, dict[int, float]]] = {}
+    seen: dict[tuple[Variant, int], Path] = {}
     for workdir, (_, curves) in runs.items():
         for variant, by_bucket in curves.losses.items():
             for bucket, by_seed in by_bucket.items():
@@ -128,7 +132,7 @@ def table(curves: Curves) -> str:
 
 def draw(curves: Curves, path: Path) -> None:
     """Draws the loss against position, a line for each variant, and replaces the image as a whole."""
-    with matplotlib.rc_context(_STYLE):
+    with _style():
         figure = Figure(figsize=(6.8, 4.2), layout="constrained")
         axes = figure.subplots()
         for name, points, style in _lines(curves.losses):
@@ -178,7 +182,7 @@ def _read_run(workdir: Path) -> tuple[Mapping[str, Any], Curves]:
     try:
         config = json.loads((workdir / _CONFIG).read_text(encoding="utf-8"))
         task = config["task"]
-        compared, num_steps = (_compared(config), config["lm"]["num_steps"]) if task == "lm" else (None, None)
+        compared, num_steps = (_compared(config), config["lm"]["num_steps"]) if task == "lm" else ({}, None)
     except FileNotFoundError:
         raise RunError(f"{workdir} is no workdir of train.py: it holds no {_CONFIG}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -204,7 +208,7 @@ def _require_comparable(runs: Mapping[Path, tuple[Mapping[str, Any], Curves]]) -
                 )
 
 
-def _compared(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same in all runs."""
     task = dict(config["lm"])
     model = task.pop("model")
@@ -253,12 +257,18 @@ def _summary_rows(curves: Curves) -> list[dict[str, Any]]:
     ]
 
 
+def _style() -> AbstractContextManager[None]:
+    return matplotlib.rc_context(
+        {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 160}
+    )
+
+
 def _draw_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    losses = {}
+    losses: dict[Variant, dict[int, dict[int, float]]] = {}
     for row in rows:
         variant = tuple(row[name] for name in VARIANT[:-1])
         losses.setdefault(variant, {}).setdefault(row["step"], {})[row["seed"]] = row["loss"]
-    with matplotlib.rc_context(_STYLE):
+    with _style():
         figure = Figure(figsize=(6.8, 4.2), layout="constrained")
         axes = figure.subplots()
         for name, points, style in _lines(losses):

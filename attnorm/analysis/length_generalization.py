@@ -32,7 +32,7 @@ def read_ratios(results: Path) -> Mapping[tuple[int, str, int], Ratios]:
       KeyError: a column is missing.
       ValueError: a line that is cut off, or holds something else than the numbers that belong there.
     """
-    by_key = {}
+    by_key: dict[tuple[int, str, int], list[float]] = {}
     with open(results, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(_whole_lines(file, results))
         for row in reader:
@@ -76,8 +76,9 @@ def draw(results: Path, figure_path: Path) -> None:
         raise ValueError(f"{results} has no rows")
     lengths = _spread_out(sorted({length for length, _, _ in ratios}), _MAX_PANELS)
     names = list(dict.fromkeys(name for _, name, _ in ratios))
-    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(
+        {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    ):
         figure = Figure(figsize=(1.2 + 3.3 * len(lengths), 3.9), layout="constrained")
         panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
         for axes, length in zip(panels, lengths, strict=True):

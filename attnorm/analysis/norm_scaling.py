@@ -17,6 +17,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,12 @@ EQUAL_LOGITS_NUM_KEYS = 10_000
 _SMALLEST_L1_LOGIT = 2.0
 _LARGEST_L2_LOGIT = 50.0
 _COLORS = {"one-hot": "#0072B2", "top-10": "#D55E00", "top-√N": "#009E73", "uniform": "#555555"}
-_DASHES = {"one-hot": "-", "top-10": (0, (6, 2)), "top-√N": (0, (3, 2)), "uniform": (0, (1, 1.5))}
+_DASHES: dict[str, Any] = {
+    "one-hot": "-",
+    "top-10": (0, (6, 2)),
+    "top-√N": (0, (3, 2)),
+    "uniform": (0, (1, 1.5)),
+}
 _PANELS = {
     "l2_norm": r"norm of the weights  $\Vert y\Vert_2$",
     "jacobian_frobenius": r"Jacobian, Frobenius norm  $\Vert J\Vert_F$",
@@ -272,8 +278,8 @@ def _plot_equal_logits(rows: list[dict]):
         axis.set_xlabel("logit  $z$  of the top keys")
     handles = [Line2D([], [], color=_COLORS[pattern], linewidth=2, label=pattern) for pattern in patterns]
     handles += [
-        Line2D([], [], color="black", linestyle=linestyle, linewidth=1.8, label=label)
-        for label, linestyle in (("L1 softmax", "-"), ("L2 softmax", "--"))
+        Line2D([], [], color="black", linestyle="-", linewidth=1.8, label="L1 softmax"),
+        Line2D([], [], color="black", linestyle="--", linewidth=1.8, label="L2 softmax"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -36,7 +37,7 @@ from attnorm.topology import LibtpuMissing, UnknownTopology
 # Defaults, by way of measuring; an option that is not listed for a way is refused there.
 _DEVICE, _COST, _COMPILE, _STATIC = "--device", "--cost", "--compile-only", "--static-cycles"
 _CONTEXT, _CONTEXT_COMPILE, _DECODE = "--context", "--context and --compile-only", "--decode"
-_DEFAULTS = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     _DEVICE: dict(
         normalizers=None,
         implementations=None,

@@ -48,7 +48,8 @@ def parse(text: str) -> Program:
     Raises:
       ValueError: an address is not the one that follows, so that a bundle was not recognised.
     """
-    bundles, regions = [], {}
+    bundles: list[Bundle] = []
+    regions: dict[int, int] = {}
     text = _COMMENT.sub(lambda comment: "".join(f" @{n} " for n in _REGION.findall(comment[0])), text)
     for line in text.splitlines():
         match = _LINE.match(line)
@@ -80,7 +81,9 @@ def register(text: str) -> str | None:
 def _bundle(parts):
     scalar, matmuls = [], []
     for part in parts:
-        target, name, rest = _OPERATION.match(part).groups()
+        operation = _OPERATION.match(part)
+        assert operation, part
+        target, name, rest = operation.groups()
         target = register(target) if target else None
         if name.startswith("vmatmul"):
             matmuls.append(name)
@@ -92,19 +95,25 @@ def _bundle(parts):
 def _operation(target, name, rest):
     if name.startswith("inlined_call_operand"):
         how = "value" if "<no" in name else "address"
-        index, kind = re.search(r"index: (\d+), kind: (\w+)", rest).groups()
-        return Operation(target, f"operand.{how}", None, (kind, index))
+        operand = re.search(r"index: (\d+), kind: (\w+)", rest)
+        assert operand, rest
+        return Operation(target, f"operand.{how}", None, (operand[2], operand[1]))
     rest = re.sub(r"^\[thread:\$\d+\]\s*", "", rest)
     if name == "sst":  # the address and the value, with no comma between
         rest = rest.replace("]] ", "]], ", 1)
     predicate = _PREDICATE.search(rest)
     if predicate:
         rest = rest[: predicate.start()] + rest[predicate.end() :]
-    negation = "!" if predicate and predicate[1].startswith("!") else ""
+    condition = None
+    if predicate:
+        condition = register(predicate[1].lstrip("!"))
+        assert condition, predicate[1]
+        if predicate[1].startswith("!"):
+            condition = "!" + condition
     return Operation(
         target,
         name,
-        predicate and negation + register(predicate[1].lstrip("!")),
+        condition,
         tuple(_REMARK.sub("", operand) for operand in _split(rest) if operand),
     )
 

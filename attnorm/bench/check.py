@@ -50,7 +50,7 @@ def reference(case: Case, normalizer: str) -> list[np.ndarray]:
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         query, key, value, cotangent = (jnp.asarray(x)[None, :, None] for x in inputs)
 
-        def attend(query, key, value, start):
+        def attend(start, query, key, value):
             return dot_product_attention(
                 query,
                 key,
@@ -63,7 +63,7 @@ def reference(case: Case, normalizer: str) -> list[np.ndarray]:
 
         @jax.jit
         def part(query, cotangent, start):
-            output, pullback = jax.vjp(lambda *x: attend(*x, start), query, key, value)
+            output, pullback = jax.vjp(functools.partial(attend, start), query, key, value)
             return output, *pullback(cotangent)
 
         parts = []

@@ -143,7 +143,7 @@ def normalizer_of(contender: str) -> str:
     return "softmax" if contender in PEERS else contender.split(" ")[1]
 
 
-def prepare(name: str, case: Case, threads: int) -> tuple[Callable[[], list], int | None]:
+def prepare(name: str, case: Case, threads: int | None) -> tuple[Callable[[], list], int | None]:
     """Build and, for JAX, compile a contender.
 
     Returns:
@@ -172,6 +172,7 @@ def _prepare_jax(name, case):
     arguments = [jnp.asarray(x, case.dtype) for x in case.inputs()]
     compiled = jax.jit(function).lower(*arguments).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None  # every backend of XLA has it
     return lambda: compiled(*arguments), memory.temp_size_in_bytes + memory.output_size_in_bytes
 
 
@@ -224,7 +225,8 @@ def _splash(case):
 def _prepare_torch(case, threads):
     import torch
 
-    torch.set_num_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
     attention = torch.nn.functional.scaled_dot_product_attention
     # PyTorch's own layout is BxNxLxH; a transposed view would cost it a copy.
     query, key, value, cotangent = (

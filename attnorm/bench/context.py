@@ -168,7 +168,7 @@ def _compile(devices, length, sizes, normalizer, variant, implementation=None):
 
 def _sent(found) -> dict:
     """By kind of collective, the bytes that a device sends, and the most that one gives at once."""
-    sent = {}
+    sent: dict[str, int] = {}
     for one in found:
         sent[one.kind] = sent.get(one.kind, 0) + round(one.times * one.bytes_sent)
     return {"sent_bytes": sent, "largest_bytes": max((one.bytes for one in found), default=0)}

@@ -58,7 +58,7 @@ def run(
 
 def ratios(runs: dict[str, Callable], rounds: int) -> dict[str, float]:
     """The median over rounds of each time over the baseline's; every second round goes backwards."""
-    times = {name: [] for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in runs if number % 2 == 0 else reversed(runs):
             times[name].append(_seconds(runs[name]))
@@ -136,7 +136,7 @@ def file_of(runs: Iterable[dict]) -> dict:
 
 def latest(runs: Iterable[dict], length: int) -> dict[str, dict[str, float]]:
     """The ratios at one length by normaliser and pass; where one was measured again, the last."""
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for result in runs:
         if result["settings"]["length"] == length:
             found |= result["ratios"]

@@ -8,7 +8,7 @@ comparing kernels on one chip with blocks of 512 and more; it is no time.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from attnorm.bench import bundles
@@ -78,7 +78,7 @@ def _matmul_cycles(program, counts, rows_per_cycle):
     """Cycles that the busiest matrix unit works, and those by which it outlasts the bundles of its block of code."""
     busy = excess = 0
     for start, end in _blocks(program, counts):
-        work = Counter()
+        work: dict[str, float] = defaultdict(float)
         for bundle in program.bundles[start:end]:
             for name in bundle.matmuls:
                 rows = 8 if "f32" in name else 16
@@ -96,5 +96,5 @@ def _blocks(program, counts):
     for at, bundle in enumerate(program.bundles):
         if any(operation.name == "sbr.rel" for operation in bundle.scalar):
             cuts.add(min(at + 1 + DELAY_SLOTS, len(counts)))
-    cuts = sorted(cuts)
-    return zip(cuts, cuts[1:], strict=False)
+    ends = sorted(cuts)
+    return zip(ends, ends[1:], strict=False)

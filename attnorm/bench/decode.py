@@ -12,14 +12,17 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from attnorm import chunked
 from attnorm.attention import dot_product_attention
 from attnorm.bench import contenders, report
+from attnorm.cache import Cache
 from attnorm.decoding import split_attention, windowed_attention
 from attnorm.models.gpt import GPT, GPTConfig
 from attnorm.tiling import round_up
@@ -29,7 +32,7 @@ WAYS = ("whole", "split", "window", "none")
 _NUM_PARTS = 8
 _WINDOW = 256
 _TOKENS = 8  # that are generated in one go
-_MODEL = dict(vocab_size=256, num_layers=4, num_heads=8, features=512, position="rope")
+_MODEL: dict[str, Any] = dict(vocab_size=256, num_layers=4, num_heads=8, features=512, position="rope")
 
 
 def run(
@@ -80,7 +83,7 @@ class _Run:
         rule = contenders.rule(name)
         causal = functools.partial(dot_product_attention, normalizer=rule, is_causal=True)
         if way == "none":
-            self._state = jnp.zeros((1, length), jnp.int32)
+            self._state: Array | Cache = jnp.zeros((1, length), jnp.int32)
 
             def step(params, tokens):
                 model = nnx.merge(graph, params)
@@ -88,11 +91,12 @@ class _Run:
                 return jnp.roll(tokens, -1, axis=1).at[:, -1].set(jnp.argmax(logits[:, 0], axis=-1))
 
         else:
-            attention_fn = {
+            ways: dict[str, Callable[..., Array]] = {
                 "whole": causal,
                 "split": functools.partial(split_attention, normalizer=rule, num_parts=_NUM_PARTS),
                 "window": functools.partial(windowed_attention, normalizer=rule),
-            }[way]
+            }
+            attention_fn = ways[way]
             window = min(_WINDOW, length) if way == "window" else None
             slots = round_up(length + _TOKENS, _NUM_PARTS) if window is None else window + 1
             cache = model.make_cache(1, slots, window=window)
@@ -120,7 +124,7 @@ class _Run:
 
 
 def _seconds(runs, rounds):
-    seconds = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         for name in runs if number % 2 == 0 else reversed(runs):
             start = time.perf_counter()

@@ -25,10 +25,11 @@ def kernel_tables(hlo: str) -> dict[str, dict[int, list[int]]]:
         if operation == "constant":
             return [int(x) for x in re.findall(r"-?\d+", _numbers(rest))]
         if operation in _PASSED_ON:
-            return constant(re.search(r"%([\w.\-]+)", rest)[1])
+            operand = re.search(r"%([\w.\-]+)", rest)
+            return constant(operand[1]) if operand else None
         return None
 
-    tables = {}
+    tables: dict[str, dict[int, list[int]]] = {}
     for name, (_, operation, rest) in instructions.items():
         if operation == "custom-call" and '"tpu_custom_call"' in rest:
             operands = re.findall(r"%([\w.\-]+)", rest.split("), custom_call_target")[0])
@@ -46,8 +47,8 @@ def words(values: list[int], dtype: str, shape: str, order: str | None, tiling: 
     >>> words([1, 2, 3, 4], "s8", "4", "0", None) == [0x04030201]
     True
     """
-    shape = [int(n) for n in shape.split(",") if n]
-    array = np.array(values).astype(_DTYPES[dtype]).reshape(shape)
+    sizes = [int(n) for n in shape.split(",") if n]
+    array = np.array(values).astype(_DTYPES[dtype]).reshape(sizes)
     array = array.transpose([int(axis) for axis in (order or "").split(",") if axis][::-1])
     for tile in re.findall(r"\(([\d,]+)\)", re.split(r"[A-Z]\(", (tiling or "").removeprefix("T"))[0]):
         array = _in_tiles(array, [int(n) for n in tile.split(",")])

@@ -10,7 +10,7 @@ def times(result: dict, path: Path) -> None:
     panels = list(dict.fromkeys((case["direction"], case["dtype"]) for case in result["cases"]))
     figure, axes = _figure(len(panels))
     for axis, (direction, dtype) in zip(axes, panels, strict=True):
-        lines = {}
+        lines: dict[str, list[tuple[int, float]]] = {}
         for case in result["cases"]:
             if (case["direction"], case["dtype"]) == (direction, dtype):
                 for name, measured in case["results"].items():

@@ -63,8 +63,8 @@ def table(title: str, rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = [title]
     for first, *cells in rows:
-        cells = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip())
+        aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([f"  {first:<{widths[0]}}", *aligned]).rstrip())
     return "\n".join(lines)
 
 
@@ -82,7 +82,7 @@ def _cpu():
 
 
 def _versions():
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -37,7 +37,9 @@ def run_case(
       The case, and by contender: ``results`` (seconds of each round, their median and minimum, peak memory in bytes
       beyond the inputs), ``speed_over`` (how many times as fast as each peer), ``failures`` (the reason).
     """
-    results, failures, versions = {}, {}, {}
+    results: dict[str, dict] = {}
+    failures: dict[str, str] = {}
+    versions: dict[str, str] = {}
     with ExitStack() as stack:
         workers = _start(stack, case, names, threads, torch_python)
         for name, worker in workers.items():
@@ -145,6 +147,7 @@ class _Worker:
         self._process.communicate()
 
     def ask(self, command: str, name: str, **arguments) -> dict:
+        assert self._process.stdin and self._process.stdout  # pipes, both
         request = json.dumps({"command": command, "name": name, **arguments})
         try:
             print(request, file=self._process.stdin, flush=True)

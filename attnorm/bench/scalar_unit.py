@@ -51,7 +51,7 @@ def run(
     Raises:
       ValueError: an operation or operand that is not understood, a table that is missing, or no end in sight.
     """
-    machines = []
+    machines: list[_Machine] = []
     for core in range(cores):
         machine = _Machine(program, tables, hbm_bytes_per_cycle, core)
         if machines:  # the first core fetches the tables for both
@@ -283,7 +283,7 @@ _INTEGER = {
     "sshra": lambda x, n: x >> (n & 31),
     "scalar_lea": operator.add,
 }
-_OTHER = {
+_OTHER: dict[str, Callable] = {
     "int_to_ptr": lambda x: x,
     "smov": lambda x: x,
     "pmov": lambda x: x,

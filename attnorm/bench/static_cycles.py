@@ -47,7 +47,8 @@ def run(
     )
     result |= {"chips": {}, "failures": [], "bars": []}
     for name in chips:
-        cycles = result["chips"][name] = {}
+        cycles: dict[str, dict] = {}
+        result["chips"][name] = cycles
         for block in blocks:
             for row, build in subjects(normalizers, block).items():
                 progress(f"{name}, blocks of {block}: {row}")
@@ -87,7 +88,7 @@ def best(cycles: dict, row: str, direction: str) -> float | None:
 
 
 # The row, the pass, the row that it is compared with, and the most that the ratio may be: on all chips or by chip.
-_BARS = [
+_BARS: list[tuple[str, str, str, float | dict[str, float]]] = [
     ("l2", "forward", SPLASH, 1.00),
     ("l2", "backward", SPLASH, {"v5e": 0.78, "v5p": 0.55, "v6e": 0.78}),
     ("l2", "backward", SPLASH_FUSED, 1.05),

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +40,7 @@ class CompiledKernel:
 @dataclass(frozen=True)
 class CompiledProgram:
     kernels: list[CompiledKernel]
-    memory: object  # of jax.stages.Compiled.memory_analysis
+    memory: Any  # of jax.stages.Compiled.memory_analysis
 
 
 @functools.cache
@@ -79,7 +80,9 @@ def compile_for(topology: str, function: Callable, arguments: Sequence) -> Compi
     options = HloPrintOptions()
     options.print_large_constants = True
     options.print_metadata = options.print_backend_config = False
-    (module,) = compiled.runtime_executable().hlo_modules()
+    executable = compiled.runtime_executable()
+    assert executable is not None
+    (module,) = executable.hlo_modules()
     kernels = [
         CompiledKernel(name, _dump(folder, name, "final_bundles"), _vmem_bytes(folder, name), tables)
         for name, tables in kernel_tables(module.to_string(options)).items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def _with_gradients(attention):
 
 # Rows of a report beside "the normaliser with its defaults": parameters that are numbers, and that are one array
 # per head.
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, tuple[dict[str, float], tuple[str, ...]]]] = {
     "lp": {"lp, p = 3": ({"p": 3.0}, ()), "lp, p per head": ({}, ("p",))},
     "sink": {"sink, b per head": ({}, ("b",))},
 }
@@ -106,11 +107,12 @@ def splash(block: int, fused: bool) -> Subject:
 
     names = ["block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
     names += [] if fused else ["block_q_dq", "block_kv_dq"]
+    blocks: dict[str, Any] = dict.fromkeys(names, block)
     attend = make_splash_mha(
         mask=MultiHeadMask([CausalMask((LENGTH, LENGTH))] * HEADS),
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=BlockSizes(**dict.fromkeys(names, block), use_fused_bwd_kernel=fused),
+        block_sizes=BlockSizes(**blocks, use_fused_bwd_kernel=fused),
     )
     array = _array(HEADS, LENGTH, HEAD_DIM)
     extra = None

@@ -33,13 +33,13 @@ def main(specification: str) -> None:
     # Whatever a library prints goes to the terminal; the answers have the pipe for themselves.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    specification = json.loads(specification)
-    case, threads = contenders.Case(**specification["case"]), specification["threads"]
+    settings = json.loads(specification)
+    case, threads = contenders.Case(**settings["case"]), settings["threads"]
     if threads and hasattr(
         os, "sched_setaffinity"
     ):  # before XLA counts the cores; other systems use all of them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-    for name in specification["names"]:
+    for name in settings["names"]:
         with contextlib.suppress(
             Exception
         ):  # it comes again, and is reported, when the contender is prepared
@@ -69,6 +69,7 @@ class Contender:
         results = self._run()
         peak = _peak() - before
         if self._case.device != "cpu":
+            assert compiled_bytes is not None  # there, all is JAX's
             peak = compiled_bytes
         fingerprint = [float(np.mean(np.abs(_to_numpy(x)))) for x in results]
         return {"peak_extra_bytes": max(peak, 0), "fingerprint": fingerprint, "versions": self._version}
@@ -81,7 +82,8 @@ class Contender:
         return {}
 
     def run(self) -> dict:
-        times, calls = [], 1
+        times: list[float] = []
+        calls = 1
         if self._case.device != "cpu":
             calls = math.ceil(_SECONDS_IN_QUEUE / self._time(1))
         while sum(times) * calls < _SECONDS_PER_TURN:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,10 +144,12 @@ def ring_attention(
     query_order, key_order = _orders(call, context_axis, mesh.shape[context_axis], variant, order)
     moves_queries, moves_keys = (order == "ordinary" and own.is_zigzag for own in (query_order, key_order))
     arrays = _padded(call, query_order, key_order)
-    specs = _specs(*arrays, context_axis, batch_axes or None, head_axes or None)
+    specs = _specs(context_axis, batch_axes or None, head_axes or None, *arrays)
     if AxisType.Explicit in mesh.axis_types:
         arrays = _moved(arrays, mesh, specs)
-    options = dict(scale=call.scale, logits_soft_cap=call.logits_soft_cap, precision=precision)
+    options: dict[str, Any] = dict(
+        scale=call.scale, logits_soft_cap=call.logits_soft_cap, precision=precision
+    )
 
     def queries(x):
         x = query_order.split(x)
@@ -326,7 +329,7 @@ def _log_once(name, length, padded, blocks):
     )
 
 
-def _specs(query, key, value, normalizer, limits, context, batch, heads):
+def _specs(context, batch, heads, query, key, value, normalizer, limits):
     """How the arrays are split."""
     of_queries = PartitionSpec(batch, context, heads, None)
     of_keys = PartitionSpec(batch, context, heads if key.shape[2] > 1 else None, None)

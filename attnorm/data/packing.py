@@ -92,10 +92,13 @@ class PackedRows:
         is_start = tokens[:filled] == self._end
         is_start[0] = True
         offsets = np.arange(filled, dtype=np.int32)
-        row = {
-            "inputs": tokens[:filled],
-            "targets": tokens[1 : filled + 1],
-            "segment_ids": np.cumsum(is_start, dtype=np.int32),
-            "positions": offsets - np.maximum.accumulate(np.where(is_start, offsets, 0)),
-        }
-        return {name: np.pad(x, (0, self._length - filled)) for name, x in row.items()}
+
+        def padded(x):
+            return np.pad(x, (0, self._length - filled))
+
+        return Row(
+            inputs=padded(tokens[:filled]),
+            targets=padded(tokens[1 : filled + 1]),
+            segment_ids=padded(np.cumsum(is_start, dtype=np.int32)),
+            positions=padded(offsets - np.maximum.accumulate(np.where(is_start, offsets, 0))),
+        )

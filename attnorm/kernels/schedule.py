@@ -38,9 +38,9 @@ class Tiling:
 class Bounds(NamedTuple):
     """What restricts pairs by their positions; each of shape (1,) or (B,), or None."""
 
-    offset: Int[Array, "b"] | None
-    query_limit: Int[Array, "b"] | None
-    key_limit: Int[Array, "b"] | None
+    offset: Int[Array | np.ndarray, "b"] | None
+    query_limit: Int[Array | np.ndarray, "b"] | None
+    key_limit: Int[Array | np.ndarray, "b"] | None
 
 
 def make_bounds(visibility: Visibility, tiling: Tiling, first_query: int | Array = 0) -> Bounds:
@@ -154,8 +154,10 @@ def make_schedule(
     """The schedule of one kernel. Segment ids must be padded to whole tiles by repeating the last id."""
     low = high = None
     if visibility.left is not None:
+        assert bounds.offset is not None  # as of every band
         low = bounds.offset - visibility.left
     if visibility.right is not None:
+        assert bounds.offset is not None
         high = bounds.offset + visibility.right
     queries = (tiling.nq, tiling.bq, bounds.query_limit)
     keys = (tiling.nk, tiling.bk, bounds.key_limit)
@@ -175,7 +177,7 @@ def make_schedule(
             spans = _within_segments(spans, outer_range, inner_range)
             outer_segments, inner_segments = outer_range.reshape(-1), inner_range.reshape(-1)
         per_batch = spans[0].shape[0] > 1
-        spans = _flat(*spans, inner[0])
+        spans = _flat(inner[0], *spans)
     schedule = Schedule(
         outer[0],
         inner[0],
@@ -234,7 +236,7 @@ def _within_segments(spans, outer_range, inner_range):
     return jnp.broadcast_arrays(jnp.maximum(spans[0], start), jnp.minimum(spans[1], stop), *spans[2:])
 
 
-def _flat(start, stop, full_start, full_stop, num_inner):
+def _flat(num_inner, start, stop, full_start, full_stop):
     """The spans as one table, with the start of the next outer tile as a fifth row. Each half says "empty"."""
     xp = jnp if isinstance(start, jax.Array) else np
     empty = start >= stop

@@ -51,8 +51,8 @@ def _forwards(rule, s, m, translated):
 
         def terms_and_slopes(m, *numbers):
             def terms(x):
-                *parameters, s = [*numbers[:k], x, *numbers[k + 1 :]]
-                return tree.unflatten(parameters).terms(s, m)
+                own = (*numbers[:k], x, *numbers[k + 1 :])
+                return tree.unflatten(own[:-1]).terms(own[-1], m)
 
             return jax.jvp(terms, (numbers[k],), (jnp.ones_like(s),))
 

@@ -69,7 +69,7 @@ def query_gradient(static, inputs: tile.Inputs, schedule: Schedule, tiling):
         outputs=[((B, T, N, H), dtype, "bqn_"), *[rows] * len(parameters)],
         static=static,
     )
-    return dq, rule_tree.unflatten(d_rule)
+    return dq, jax.tree.unflatten(rule_tree, d_rule)
 
 
 def key_gradients(static, inputs: tile.Inputs, schedule: Schedule, tiling):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from attnorm.kernels.schedule import Tables
 from attnorm.masks import visible_pairs
 
 
@@ -23,6 +22,7 @@ class Inputs(NamedTuple):
     bias, mask: (B|1, N|1, T|1, S|1), mask in integers; transposed (.., S|1, T|1) for a transposed tile.
     query_ids, key_ids: (B, T) and (B, S).
     rule: the normaliser, with parameters (N,).
+    tables: :class:`attnorm.kernels.schedule.Tables`.
     broken: (1,), whether anything is NaN or inf. Only where pairs can be hidden; then query, key and value have 0
     there, and query_mark (B, N, T), key_mark and value_mark (B, K, S) have NaN.
     d_output: (B, T, N, Hv), and rows: (B, N, 2 + statistics, T): m, g and the gradients of the statistics. For
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     query_ids: Any
     key_ids: Any
     rule: Any
-    tables: Tables
+    tables: Any
     broken: Any
     query_mark: Any
     key_mark: Any

@@ -51,7 +51,8 @@ def diagnose(
 
 def _sums(task, params, model_state, normalizer, batch, positions, num_groups):
     """Sums over the questions, by layer, group and head, and how many questions a group has."""
-    weights, outputs = [], []
+    weights: list[Array] = []
+    outputs: list[Array] = []
 
     def attention(query, key, value, *, normalizer=normalizer, **options):
         weights.append(attention_weights(query, key, normalizer=normalizer, **options))

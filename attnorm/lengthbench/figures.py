@@ -14,13 +14,7 @@ from attnorm.lengthbench.suites import MAIN
 # Okabe and Ito's palette: distinct also without red-green vision.
 _COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", ":")
-_STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "attnorm",  # equal numbers give equal files
-}
+
 _DIAGNOSED = {
     "effective_keys": "N_eff",
     "output_variance": "output variance",
@@ -33,7 +27,15 @@ def task_figure(task: str, spec, cells: Sequence[Cell]) -> bytes:
 
     A contender without such seeds has a cross at the training length, where the gate is.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(
+        {
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "attnorm",  # equal numbers give equal files
+        }
+    ):
         figure = Figure(figsize=(11, 6.4), layout="constrained")
         (main, *others) = figure.subplots(2, 2).ravel()
         for index, cell in enumerate(cells):

@@ -22,6 +22,7 @@ from attnorm.lengthbench.evaluation import (
 )
 from attnorm.lengthbench.suites import MAIN, Suite
 from attnorm.normalizers import Normalizer
+from attnorm.normalizers.lp import Lp
 from attnorm.training.config import EnsembleConfig, MeshConfig, OptimizerConfig, TrainConfig
 from attnorm.training.ensemble import Group
 from attnorm.training.mesh import make_mesh
@@ -147,7 +148,7 @@ class Programs:
         return (Group((), members.normalizer, members.seeds),)
 
     def _make_start(self, seeds, learning_rates):
-        groups = (Group((), None, seeds),)  # weights do not depend on the normaliser
+        groups = (Group((), Lp(1.0), seeds),)  # weights do not depend on the normaliser
         state = init_state(self.task, groups, self._optimizer, self._config, self._mesh)
         rated = _with_rates(state.optimizer_state, learning_rates)
         return dataclasses.replace(state, optimizer_state=rated)

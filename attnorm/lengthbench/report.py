@@ -295,18 +295,18 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
                 for name in ("output_variance", "effective_keys", "right_share")
             }
             # Not every task has right keys.
-            change = {name: math.log(b / a) if a and b else None for name, (a, b) in near_far.items()}
-            if lost and None not in (change["output_variance"], change["effective_keys"]):
+            change = {name: math.log(b / a) for name, (a, b) in near_far.items() if a and b}
+            if lost and {"output_variance", "effective_keys"} <= change.keys():
                 points.append((std.median(lost.values()), change))
         if len(points) < _FEWEST_FOR_CORRELATION:
             continue
-        lost = [loss for loss, _ in points]
+        losses = [loss for loss, _ in points]
         moved = [
             [abs(change["output_variance"]) for _, change in points],
             [change["effective_keys"] for _, change in points],
-            [change["right_share"] for _, change in points],
+            [change.get("right_share") for _, change in points],
         ]
-        rows.append([f"{task}, ×{far}", str(len(points)), *(_correlation(x, lost) for x in moved)])
+        rows.append([f"{task}, ×{far}", str(len(points)), *(_correlation(x, losses) for x in moved)])
     if not rows:
         return []
     header = [
@@ -372,7 +372,7 @@ def _correlation(x: Sequence[float | None], y: Sequence[float]) -> str:
 
 
 def _range(r: Range) -> str:
-    return _NOTHING if r.median is None else _spread([r.lowest, r.median, r.highest])
+    return _spread([x for x in (r.lowest, r.median, r.highest) if x is not None])
 
 
 def _spread(values: Sequence[float]) -> str:

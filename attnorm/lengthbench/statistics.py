@@ -97,10 +97,9 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     >>> sign_flip_p([1.0, 2.0, 3.0])
     0.25
     """
-    differences = np.asarray(differences)
     signs = np.array(list(itertools.product((-1, 1), repeat=len(differences))))
-    sums = np.abs(signs @ differences)
-    return float(np.mean(sums >= abs(differences.sum()) * (1 - 1e-9)))
+    sums = np.abs(signs @ np.asarray(differences))
+    return float(np.mean(sums >= abs(np.sum(differences)) * (1 - 1e-9)))
 
 
 def sign_test_p(num_better: int, num_worse: int) -> float:
@@ -121,10 +120,10 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     >>> rank_correlation([1, 2, 3], [30, 20, 10])
     -1.0
     """
-    x, y = _ranks(x), _ranks(y)
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
+    ranks = _ranks(x), _ranks(y)
+    if any(np.ptp(own) == 0 for own in ranks):
         return None
-    return round(float(np.corrcoef(x, y)[0, 1]), 12)
+    return round(float(np.corrcoef(*ranks)[0, 1]), 12)
 
 
 def rank_correlation_p(x: Sequence[float], y: Sequence[float]) -> float | None:

@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 from typing import Any
 
-_KINDS = {
+_KINDS: dict[Any, tuple[type, str]] = {
     int: (numbers.Integral, "a whole number"),
     float: (numbers.Real, "a number"),
     bool: (bool, "True or False"),

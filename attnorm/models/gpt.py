@@ -1,9 +1,11 @@
 """A decoder: GPT-2, and what became of it since. Each choice is a field of :class:`GPTConfig`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +113,7 @@ class GPTConfig:
         }.items():  # fmt: skip
             _require(getattr(self, name) in known, name, getattr(self, name), f"one of {', '.join(known)}")
         _require(
-            self.head_dim or self.features % self.num_heads == 0,
+            self.head_dim != 0 or self.features % self.num_heads == 0,
             "features", self.features, f"a multiple of num_heads = {self.num_heads} where head_dim is 0",
         )  # fmt: skip
         _require(
@@ -230,7 +232,7 @@ class MLP(nnx.Module):
             hidden = jax.nn.gelu(hidden, approximate=True)
         elif self.kind == "relu2":  # arXiv 2109.08668
             hidden = jnp.square(jax.nn.relu(hidden))
-        else:
+        elif self.gate is not None:  # swiglu
             hidden = jax.nn.silu(split_over_mesh(self.gate(x), inside_layer=True)) * hidden
         return self.leave(hidden)
 
@@ -276,11 +278,11 @@ class GPT(nnx.Module):
     ):
         self.config = config
         init = nnx.initializers.normal(_INIT_STD)
-        embed = dict(embedding_init=init, dtype=config.dtype, rngs=rngs)
-        self.token_embedding = nnx.Embed(config.vocab_size, config.features, **embed)
-        self.position_embedding = (
-            nnx.Embed(config.max_length, config.features, **embed) if config.position == "learned" else None
+        embed = functools.partial(
+            nnx.Embed, features=config.features, embedding_init=init, dtype=config.dtype, rngs=rngs
         )
+        self.token_embedding = embed(config.vocab_size)
+        self.position_embedding = embed(config.max_length) if config.position == "learned" else None
         self.blocks = make_stack(lambda rngs: Block(config, learned, rngs=rngs), config.num_layers, rngs)
         self.norm = _norm(config, rngs)
         self.head = (
@@ -502,7 +504,7 @@ def _rms_norm(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
 
 
 def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Module:
-    options = dict(epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
+    options: dict[str, Any] = dict(epsilon=config.norm_eps, dtype=config.dtype, rngs=rngs)
     if config.norm == "rms":
         return nnx.RMSNorm(config.features, **options)
     # Trained models have features that are far from 0, where the fast variance cancels.

@@ -1,11 +1,13 @@
 """Equal layers as one module whose parameters have a leading layer axis: compiled once, however deep the model."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jaxtyping import Array
+
+Carry = TypeVar("Carry")  # a tree of arrays
 
 # What the backward pass finds in memory; the rest it computes again.
 REMAT_POLICIES = {
@@ -27,8 +29,8 @@ def layer_of(stack: nnx.Module, index: int | Array) -> nnx.Module:
 
 
 def run_stack(
-    stack: nnx.Module, apply: Callable[[nnx.Module, Array], Array], x: Array, *, scan: bool, remat: str
-) -> Array:
+    stack: nnx.Module, apply: Callable[[Any, Carry], Carry], x: Carry, *, scan: bool, remat: str
+) -> Carry:
     """``apply(layer, x)`` for the first layer, then for the next with its result, and so on.
 
     Args:
@@ -38,7 +40,7 @@ def run_stack(
     """
     graph, params = nnx.split(stack)
 
-    def step(x: Array, layer_params: Any) -> tuple[Array, None]:
+    def step(x: Carry, layer_params: Any) -> tuple[Carry, None]:
         return apply(nnx.merge(graph, layer_params), x), None
 
     if remat != "none":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -30,7 +31,7 @@ def _gelu_jvp(primals, tangents):
     return _gelu(x), dx * (jax.lax.erfc(-x * math.sqrt(0.5)) / 2 + x * density)
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "softplus": jax.nn.softplus,
     "sigmoid": jax.nn.sigmoid,
     "one_plus_square": lambda x: 1 + jnp.square(x),

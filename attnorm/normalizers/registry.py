@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Callable
 
 from attnorm.normalizers.adaptive_temperature import AdaptiveTemperature
 from attnorm.normalizers.affine import Affine
@@ -41,7 +42,7 @@ from attnorm.normalizers.threshold_rectified import ThresholdRectified
 from attnorm.normalizers.top_k import TopK
 from attnorm.normalizers.tsallis import Tsallis
 
-_RULES = {
+_RULES: dict[str, Callable[..., Normalizer]] = {
     "softmax": lambda: Lp(1.0),
     "l2": lambda: Lp(2.0),
     "lp": make_lp,

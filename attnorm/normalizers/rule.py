@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,10 @@ def is_array(value: Any) -> bool:
 
 
 def checked_parameter(
-    name: str, value: float | Array, wanted: str, accept: Callable[[Array], Array]
+    name: str, value: float | Array, wanted: str, accept: Callable[[Any], Any]
 ) -> float | Array:
     """The parameter as a Python float or a floating point array; values known now must satisfy ``accept``."""
-    if is_array(value):
+    if isinstance(value, jax.Array | np.ndarray):
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(f"{name} must be a number or a floating point array, got dtype {value.dtype}")
         if not isinstance(value, jax.core.Tracer) and not np.all(accept(np.asarray(value, np.float64))):
@@ -87,7 +87,9 @@ def _is_same(a, b) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(np.all(np.asarray(a) == np.asarray(b)))
 
 
-class Place(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Place:
     """Where logits stand; a rule gets what it needs, as floating point numbers that broadcast to the logits.
 
     position: of the query, counted as the keys are: i + query_offset.
@@ -125,22 +127,37 @@ class Normalizer:
 
     # The rule.
 
-    # Whether a backward pass must round its logits as the forward pass did: where terms jump at s = m, or where they
-    # magnify differences of logits.
-    needs_equal_logits: ClassVar[bool] = False
+    # The properties are class attributes of most rules.
+
+    @property
+    def needs_equal_logits(self) -> bool:
+        """Whether a backward pass must round its logits as the forward pass did.
+
+        So it is where terms jump at s = m, or where they magnify differences of logits.
+        """
+        return False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the rule needs beside its three functions.
+
+        "map": ``map_logits`` is applied first, before the maximum.
+        "position", "count", "distance": parts of :class:`Place` that the map is given.
+        "rows": all logits of a row at once: ``row_weights`` replaces the three functions.
+        "numerators": several numerators: ``terms`` gives a tuple of them and ``finalize`` as many factors, and the
+          weights are the sum of their products; or a reference m of its own.
+        "erf": the error function in its terms, which compilers for kernels may lack.
+        "level": several passes over the keys, to solve for a level of each row (normalizers/tsallis.py).
+        """
+        return frozenset()
+
+    @property
+    def passes(self) -> int:
+        """How often a row's logits are read before all its weights are known, but for the pass that uses them."""
+        return 1
+
     # Whether terms depend on m; where they do not, no maximum is taken and nothing is rescaled.
     uses_max: ClassVar[bool] = True
-    # What the rule needs beside its three functions; class attribute or property:
-    #   "map"        ``map_logits`` is applied first, before the maximum
-    #   "position", "count", "distance"    parts of Place that the map is given
-    #   "rows"       all logits of a row at once: ``row_weights`` replaces the three functions
-    #   "numerators" several numerators: ``terms`` gives a tuple of them and ``finalize`` as many factors, and the
-    #                weights are the sum of their products; or a reference m of its own
-    #   "erf"        the error function in its terms, which compilers for kernels may lack
-    #   "level"      several passes over the keys, to solve for a level of each row (normalizers/tsallis.py)
-    needs: ClassVar[frozenset[str]] = frozenset()
-    # How often a row's logits are read before all its weights are known, but for the pass that uses them.
-    passes: ClassVar[int] = 1
     # Which parameters can be learned, and how.
     learned: ClassVar[Mapping[str, Learned]] = {}
 
@@ -326,6 +343,7 @@ def evaluate(
     """Weights and log-norm λ of dense logits; the row axis of λ is kept with size 1."""
     s, visible = prepared(normalizer, s, visible, place)
     if "rows" in normalizer.needs:
+        assert visible is not None  # logits of -inf are hidden from such a rule
         return jnp.where(visible, normalizer.row_weights(s, visible, place, axis), 0), None
     start = jax.tree.map(lambda m: jnp.asarray(m, s.dtype), normalizer.start(float(jnp.finfo(s.dtype).min)))
     m = jax.lax.stop_gradient(normalizer.next_reference(start, s, axis))

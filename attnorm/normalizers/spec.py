@@ -29,18 +29,21 @@ def parse_normalizer(spec: str) -> tuple[str, dict[str, float | str]]:
         raise ValueError(wanted) from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise ValueError(wanted)
-    params = {}
+    params: dict[str, float | str] = {}
     for keyword in call.keywords:
+        if keyword.arg is None:  # **
+            raise ValueError(wanted)
         text = ast.unparse(keyword.value)
         if keyword.arg in text_parameters(call.func.id):
             params[keyword.arg] = text
             continue
         try:
-            params[keyword.arg] = float(text)
+            number = float(text)
         except ValueError:
             raise ValueError(f"{keyword.arg} must be a number, got {text!r}") from None
-        if _FLOAT32_MAX < abs(params[keyword.arg]) < math.inf:
+        if _FLOAT32_MAX < abs(number) < math.inf:
             raise ValueError(f"{keyword.arg} must be a number that float32 can hold, got {text!r}")
+        params[keyword.arg] = number
     get_normalizer(call.func.id, **params)
     return call.func.id, params
 

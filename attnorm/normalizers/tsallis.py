@@ -56,7 +56,10 @@ class Leveled(Normalizer):
     """
 
     needs = frozenset({"rows", "level"})
-    alpha: float | Array
+
+    @property
+    def alpha(self) -> float | Array:
+        raise NotImplementedError
 
     def spread(self, p: Array, place: Place) -> Array:
         """The weight of a visible key from its Tsallis weight."""
@@ -86,7 +89,7 @@ class Leveled(Normalizer):
     @property
     def has_zeros(self) -> bool:
         """Whether a key can have weight 0: where α > 1."""
-        return is_array(self.alpha) or self.alpha > 1
+        return is_array(self.alpha) or bool(self.alpha > 1)
 
     def _terms(self, d, shrunk):
         """e, e^(1-a) and e^(1-2a) at ``x = d · shrunk``."""
@@ -99,6 +102,7 @@ class Leveled(Normalizer):
                 accepted = (alpha >= ALPHA_RANGE[0]) & (alpha <= ALPHA_RANGE[1])
                 terms = [jnp.where(accepted, term, jnp.nan) for term in terms]
             return tuple(jnp.where(hidden, 0, term) for term in terms)
+        alpha = float(alpha)  # as it is, being no array
         if alpha == 1:
             e = jnp.exp(x)
             return e, e, e

@@ -79,7 +79,7 @@ def retrieval_of_distances(distances: Float[Array, "S"], selected: Bool[Array, "
 
 
 def proved_distance_ceiling(
-    weights: Float[Array, "N"], *, radius: float, min_distance: float = 0.0
+    weights: Float[Array, "N"], *, radius: float | Array, min_distance: float | Array = 0.0
 ) -> Float[Array, "N"]:
     """ξ: what ``D_i`` of each selected key cannot exceed, for vectors of norm M that are at least δ apart.
 
@@ -139,7 +139,7 @@ def paper_separability_bounds(
 
 
 def proved_mean_distance_floor(
-    weights: Float[Array, "N"], *, radius: float, num_dims: int
+    weights: Float[Array, "N"], *, radius: float | Array, num_dims: int
 ) -> Float[Array, "N"]:
     """A lower bound on ``E D_i``: ``M sqrt(Σ_(j≠i) α_j²) / sqrt(1 + 2/d)``, for independent x on a sphere.
 
@@ -163,8 +163,8 @@ def proved_separability_upper_bound(
     weights: Float[Array, "N"],
     mean_distances: Float[Array, "N"],
     *,
-    radius: float,
-    threshold: float,
+    radius: float | Array,
+    threshold: float | Array,
     exceeding: float = 0.0,
     independent: bool = True,
 ) -> Float[Array, ""]:
@@ -206,7 +206,7 @@ def proved_separability_upper_bound(
     return jnp.mean(tail) + exceeding
 
 
-def paper_head_coverage(separability: float, num_heads: int) -> Float[Array, ""]:
+def paper_head_coverage(separability: float, num_heads: int) -> float:
     """Share of keys that at least one of H heads separates, ``1 - (1 - p)^H``, if heads were independent.
 
     Source: arXiv 2508.17821, Section 4. Heads that miss the same keys cover less, down to p.

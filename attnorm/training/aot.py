@@ -50,13 +50,15 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
         evaluation = _compiled("the evaluation", setup.evaluate().lower(state))
     except (
         ConfigError
-    ) as error:  # of texts that hold too little to be evaluated on, which do for the train step
+    ) as error:  # of texts that do for the train step, but hold too little to be evaluated on
         lines.append(f"the evaluation was not compiled: {error}")
     else:
         _add_memory("in evaluation", evaluation, kind, lines)
     flops = len(setup.members) * setup.task.flops_per_step(stage)
     lines.append(f"FLOPs per step: {flops:.4g}, {flops / num_devices:.4g} per device, without recomputation")
-    sent = traffic(compiled.as_text())
+    hlo = compiled.as_text()
+    assert hlo is not None  # compilers for TPUs give it
+    sent = traffic(hlo)
     lines.append("collectives per step and device:" + ("" if sent else " none"))
     lines += [f"  {name}: {of.count}, {_gib(of.bytes_sent)} sent" for name, of in sent.items()]
     if kind in PEAK_FLOPS and kind in _SENT_PER_SECOND:
@@ -81,6 +83,7 @@ def _compiled(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 def _add_memory(name: str, compiled: jax.stages.Compiled, kind: str, lines: list[str]) -> None:
     """Adds a line on the memory that a program takes of a device; an error with all lines where that is too much."""
     memory = compiled.memory_analysis()
+    assert memory is not None  # compilers for TPUs give it
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     in_use = resident + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     lines.append(

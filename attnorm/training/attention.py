@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 import attnorm
 from attnorm import chunked
+from attnorm.arguments import Options
 from attnorm.attention import implementations_for
 from attnorm.normalizers import Normalizer
 from attnorm.sharding import platform_of
@@ -36,7 +37,7 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
     >>> attention(*jnp.ones((3, 1, 8, 2, 4)), is_causal=True).shape
     (1, 8, 2, 4)
     """
-    options = {"normalizer": normalizer, "implementation": implementations_for(platform_of(mesh))}
+    options: Options = {"normalizer": normalizer, "implementation": implementations_for(platform_of(mesh))}
     head_axes = ("tensor",) if mesh.shape["tensor"] > 1 else ()
     if mesh.size == 1 and "implementation" not in options:  # else only the mesh knows the device
         return functools.partial(attnorm.dot_product_attention, **options)

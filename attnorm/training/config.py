@@ -216,7 +216,7 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def _converted(value: Any, type_: Any, path: str) -> Any:
-    if dataclasses.is_dataclass(type_):
+    if isinstance(type_, type) and dataclasses.is_dataclass(type_):
         return from_mapping(type_, value, path)
     if typing.get_origin(type_) is tuple:
         (item_type, _) = typing.get_args(type_)

@@ -1,6 +1,7 @@
 """Ensembles: every normaliser with every seed, grouped so that each group is one vmapped computation."""
 
 import dataclasses
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ class Member:
 
     spec: str  # the normaliser as the config spells it
     normalizer: str
-    params: tuple[tuple[str, float], ...]
+    params: tuple[tuple[str, float | str], ...]
     seed: int
 
     @property
@@ -40,7 +41,7 @@ def make_groups(specs: tuple[str, ...], seeds: tuple[int, ...]) -> tuple[Group, 
     >>> [len(group.members) for group in make_groups(("lp(p=1)", "lp(p=inf)", "lp(p=2)"), seeds=(0, 1))]
     [4, 2]
     """
-    by_structure = {}
+    by_structure: dict[Hashable, list[tuple[Member, Normalizer]]] = {}
     for spec in specs:
         name, params = parse_normalizer(spec)
         normalizer = with_array_parameters(name, params)

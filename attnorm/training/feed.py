@@ -69,7 +69,8 @@ def process_part(rows: int, mesh: Mesh) -> tuple[int, int]:
     """
     starts: dict[int, set[int]] = {}
     for device, (index,) in _over_rows(rows, mesh).devices_indices_map((rows,)).items():
-        starts.setdefault(device.process_index, set()).add(index.start or 0)
+        # jaxlib, which defines devices, comes without types.
+        starts.setdefault(device.process_index, set()).add(index.start or 0)  # type: ignore[attr-defined]
     parts = sorted({tuple(sorted(own)) for own in starts.values()})
     if sum(map(len, parts)) != len(set().union(*parts)):
         raise ConfigError(

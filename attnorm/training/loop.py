@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Array, Float
 
 from attnorm.training import workdir as files
 from attnorm.training.checkpoint import Checkpointer
@@ -312,7 +313,7 @@ class _Run:
         self._require_finite(step, metrics)
         message = None
         if self._is_logged(step, stage):
-            row = {"step": step, "stage": stage.index, "length": stage.length}
+            row: dict[str, float] = {"step": step, "stage": stage.index, "length": stage.length}
             row["learning_rate"] = float(metrics["learning_rate"])
             for name in ("loss", "gradient_norm"):
                 row.update(self._by_member(name, metrics[name]))
@@ -343,7 +344,7 @@ class _Run:
                     )
 
     def _evaluate(self, step: int, stage: Stage, metrics: Metrics, recorder: Recorder) -> None:
-        row = {"step": step, "length": stage.length, "is_end_of_stage": step == stage.end}
+        row: dict[str, float] = {"step": step, "length": stage.length, "is_end_of_stage": step == stage.end}
         for name, values in jax.device_get(metrics).items():
             row.update(self._by_member(name, values))
         recorder.add_evaluation(row)
@@ -356,7 +357,7 @@ class _Run:
         rows = [row for row in evaluations if row["is_end_of_stage"]]
         return self.task.report(self.workdir, self.members, rows)
 
-    def _by_member(self, name: str, values: Sequence[Any]) -> dict[str, float]:
+    def _by_member(self, name: str, values: Float[Array, "M"]) -> dict[str, float]:
         return {f"{name}/{member.label}": float(x) for member, x in zip(self.members, values, strict=True)}
 
     def _undivided(self, rows: int, batch: str) -> str:
@@ -394,7 +395,7 @@ def _interruption() -> Iterator[Callable[[int], bool]]:
         finally:
             signal.signal(signal.SIGINT, previous)
         return
-    requested = []
+    requested: list[int] = []
 
     def request(signum, frame):
         if requested:
@@ -402,9 +403,9 @@ def _interruption() -> Iterator[Callable[[int], bool]]:
         requested.append(signum)
         print("\ninterrupted: saving after this step (once more to end at once)", file=sys.stderr, flush=True)
 
-    previous = {signum: signal.signal(signum, request) for signum in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signum: signal.signal(signum, request) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda step: bool(requested)
     finally:
-        for signum, handler in previous.items():
+        for signum, handler in handlers.items():
             signal.signal(signum, handler)

@@ -57,7 +57,7 @@ def initialize_distributed(timeout_seconds: int = 300) -> None:
     found = detect_cluster(os.environ)
     if found is None:
         return
-    numbers = {
+    numbers: dict[str, Any] = {
         argument: int(os.environ[name])
         for argument, name in (("num_processes", "JAX_NUM_PROCESSES"), ("process_id", "JAX_PROCESS_ID"))
         if name in os.environ

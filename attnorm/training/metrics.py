@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,10 @@ class RowLog:
 class CsvLog:
     """The same rows as a table; a column for every key of any row."""
 
-    def __init__(self, path: Path, rows: list[Row]):
+    def __init__(self, path: Path, rows: Sequence[Row]):
         self._file = open(path, "w", encoding="utf-8", newline="")
-        self._rows, self._columns = [], {}
+        self._rows: list[Row] = []
+        self._columns: dict[str, None] = {}
         for row in rows:
             self.append(row)
 

@@ -1,7 +1,6 @@
 """AdamW or Muon as the config describes it, and its learning rate."""
 
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,6 @@ from jaxtyping import Array, Float, Int
 
 from attnorm.training.config import OptimizerConfig
 from attnorm.training.task import Stage
-
-
-class PowerAdamState(NamedTuple):
-    count: Int[Array, ""]
-    mu: optax.Updates
-    nu: optax.Updates
 
 
 def scale_by_power_adam(b1: float, exponent: float, eps: float = 1e-8) -> optax.GradientTransformation:
@@ -29,7 +22,7 @@ def scale_by_power_adam(b1: float, exponent: float, eps: float = 1e-8) -> optax.
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return PowerAdamState(jnp.zeros((), jnp.int32), zeros, zeros)
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, zeros)
 
     def update(updates, state, params=None):
         count = state.count + 1
@@ -39,7 +32,7 @@ def scale_by_power_adam(b1: float, exponent: float, eps: float = 1e-8) -> optax.
         nu = jax.tree.map(lambda n, g: b2 * n + (1 - b2) * g**2, state.nu, updates)
         correction = 1 - b1**time
         updates = jax.tree.map(lambda m, n: m / correction / (jnp.sqrt(n) + eps), mu, nu)
-        return updates, PowerAdamState(count, mu, nu)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 

@@ -23,7 +23,7 @@ class Profile:
             self._is_on = True
 
     def after(self, step: int, outputs: Any) -> None:
-        if self._is_on and step == self._steps[1]:
+        if self._is_on and self._steps and step == self._steps[1]:
             jax.block_until_ready(outputs)
             self.close()
 

@@ -1,7 +1,7 @@
 """The training step and the evaluation: one jitted program each, for the whole ensemble."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,18 @@ from attnorm.training.mesh import over, replicated, split_batch
 from attnorm.training.optimizer import learning_rate
 from attnorm.training.placement import shardings
 from attnorm.training.state import TrainState, abstract_state, data_key, eval_key
-from attnorm.training.task import Stage, Task, Tree
+from attnorm.training.task import Evaluated, Stage, Task, Tree
 
 Metrics = Mapping[str, Float[Array, "..."]]
 # The batch is None where the task makes it on the device.
-TrainStep = Callable[[TrainState, Tree | None], tuple[TrainState, Metrics]]
+
+
+class TrainStep(Protocol):
+    """A compiled function, which can also be compiled ahead of time."""
+
+    def __call__(self, state: TrainState, host_batch: Tree | None, /) -> tuple[TrainState, Metrics]: ...
+
+    def lower(self, state: TrainState, host_batch: Tree | None, /) -> jax.stages.Lowered: ...
 
 
 def make_train_step(
@@ -70,11 +77,13 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))
 
 
-def make_evaluate(task: Task, groups: Sequence[Group], config: TrainConfig, mesh: Mesh) -> jax.stages.Wrapped:
+def make_evaluate(
+    task: Evaluated, groups: Sequence[Group], config: TrainConfig, mesh: Mesh
+) -> jax.stages.Wrapped:
     """``state -> metrics``, each with one number per member, jitted. Memory is that of one evaluation batch."""
 
     @over(mesh)
-    def evaluate(state: TrainState) -> Metrics:
+    def evaluate(state: TrainState) -> Tree:
         evaluated = state.ema if config.ema_decay else state.params
 
         def means_of_batch(index):
@@ -130,8 +139,8 @@ def _averaged(ema: Tree, params: Tree, decay: float, step: Int[Array, ""]) -> Tr
 
     The growth is that of TensorFlow's ExponentialMovingAverage, (1 + t) / (10 + t) at update t = 0, 1, ...
     """
-    decay = jnp.minimum(decay, (1 + step) / (10 + step))
-    return jax.tree.map(lambda average, param: decay * average + (1 - decay) * param, ema, params)
+    kept = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda average, param: kept * average + (1 - kept) * param, ema, params)
 
 
 def _map_members(function: Callable[[Any], Any], members: Any, config: TrainConfig) -> Any:
@@ -143,5 +152,5 @@ def _map_members(function: Callable[[Any], Any], members: Any, config: TrainConf
     return jax.lax.map(function, members, batch_size=config.ensemble.members_at_once)
 
 
-def _concatenated(metrics_by_group: Sequence[dict[str, Any]]) -> dict[str, Float[Array, "M"]]:
+def _concatenated(metrics_by_group: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *values: jnp.concatenate(values), *metrics_by_group)

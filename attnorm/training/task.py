@@ -30,13 +30,37 @@ class Stage:
         return self.first_step + self.num_steps
 
 
-class Task(Protocol):
+class Evaluated(Protocol):
+    """What evaluation asks for."""
+
+    num_eval_batches: int
+
+    def eval_batch(self, key: PRNGKeyArray, index: Int[Array, ""]) -> Tree:
+        """As `Task.batch`, for evaluation; the same batches serve every member and every evaluation.
+
+        Args:
+          key: differs from batch to batch.
+          index: of the batch, in [0, `num_eval_batches`).
+        """
+
+    def evaluate(self, params: Tree, model_state: Tree, batch: Tree, attention: Attention) -> Tree:
+        """Means over the batch, which are then averaged over the `num_eval_batches`."""
+
+    def summarize(self, means: Tree) -> Tree:
+        """What follows from these averages; every leaf a number."""
+
+
+class Task(Evaluated, Protocol):
     """Every array function concerns one member and is traced; the loop maps it over the ensemble."""
 
-    Config: type  # the dataclass of the config section named after the task
-    outputs: Sequence[str]  # the files that `report` writes to the workdir
-    stages: Sequence[Stage]
-    num_eval_batches: int
+    Config: type[Any]  # the dataclass of the config section named after the task
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        """The files that `report` writes to the workdir."""
+
+    @property
+    def stages(self) -> Sequence[Stage]: ...
 
     def __init__(self, config: Any): ...
 
@@ -71,17 +95,6 @@ class Task(Protocol):
 
         A sum, because parts of a batch may hold unequal numbers of targets: the step divides.
         """
-
-    def eval_batch(self, key: PRNGKeyArray, index: Int[Array, ""]) -> Tree:
-        """As `batch`, for evaluation; the same batches serve every member and every evaluation.
-
-        Args:
-          key: differs from batch to batch.
-          index: of the batch, in [0, `num_eval_batches`).
-        """
-
-    def evaluate(self, params: Tree, model_state: Tree, batch: Tree, attention: Attention) -> Tree:
-        """Means over the batch, which are then averaged over the `num_eval_batches`."""
 
     def summarize(self, means: Tree) -> Mapping[str, Float[Array, ""]]:
         """Named numbers from these averages."""

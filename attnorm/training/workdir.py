@@ -6,12 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # not POSIX
-    fcntl = None
+from typing import Any, TextIO
 
 CONFIG = "config.json"
 DATA = "data.json"
@@ -106,17 +101,26 @@ def locked(folder: Path, option: str) -> Iterator[None]:
       OSError: it cannot be written.
     """
     with open(folder / LOCK, "a", encoding="utf-8") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise WorkdirError(
-                    f"{folder} is in use by another run. Wait for its end, or choose another {option}."
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
+        try:
+            _lock(file)
+        except BlockingIOError:
+            raise WorkdirError(
+                f"{folder} is in use by another run. Wait for its end, or choose another {option}."
+            ) from None
         yield  # the system releases the lock when the file is closed, also by a kill
+
+
+def _lock(file: TextIO) -> None:
+    """Locks the file, where the system can."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # not POSIX
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def _compare(path: Path, config: Mapping[str, Any]) -> None:

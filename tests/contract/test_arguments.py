@@ -1,5 +1,6 @@
 """Bad arguments: the error names the argument, what it got and what it wanted."""
 
+import inspect
 import math
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import attnorm
+from attnorm.arguments import Options, WeightsOptions
 from tests.contract.helpers import make_arrays
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -254,3 +256,20 @@ def test_accepted(options):
     query, key, value = make_arrays(B, T, S, N, K, H)
     output = attnorm.dot_product_attention(query, key, value, **options)
     assert np.isfinite(output).all() and np.abs(output).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "others"),
+    [
+        (attnorm.dot_product_attention, Options, {"return_log_norm"}),
+        (attnorm.attention_weights, WeightsOptions, set()),
+    ],
+)
+def test_typed_options_are_the_keyword_arguments(function, options, others):
+    """Else type checkers would refuse what the function accepts, or the other way round."""
+    keywords = {
+        name: parameter.annotation
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in others
+    }
+    assert keywords == {name: hint.__forward_arg__ for name, hint in options.__annotations__.items()}

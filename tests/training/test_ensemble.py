@@ -38,6 +38,8 @@ def test_parse_refuses(spec):
 def test_what_is_refused_is_named():
     with pytest.raises(ValueError, match="normalizer must be a name or a name with parameters"):
         parse_normalizer("lp(2)")
+    with pytest.raises(ValueError, match="normalizer must be a name or a name with parameters"):
+        parse_normalizer("lp(**2)")
     with pytest.raises(ValueError, match="did you mean 'l2'"):
         parse_normalizer("L2")
 

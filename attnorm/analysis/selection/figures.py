@@ -4,12 +4,12 @@ import math
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
 _COLORS = {
     "true": "#0072B2", "expected": "#E69F00", "bound": "#D55E00", "ours": "#009E73", "other": "#CC79A7"
 }  # fmt: skip
-_STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
 
 
 def draw(name: str, table: list[dict], title: str) -> Figure:
@@ -21,14 +21,16 @@ def draw(name: str, table: list[dict], title: str) -> Figure:
       title: says what was measured on what.
     """
     normalizers = list(dict.fromkeys(row["normalizer"] for row in table))
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(
+        {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    ):
         figure = Figure(figsize=(1.2 + 4.4 * len(normalizers), 4.3), dpi=130, layout="constrained")
         panels = figure.subplots(1, len(normalizers), sharey=name in ("2c", "3"), squeeze=False)[0]
         for axes, normalizer in zip(panels, normalizers, strict=True):
             _PANELS[name](axes, [row for row in table if row["normalizer"] == normalizer])
             axes.set_title(normalizer, fontsize=11)
             axes.grid(color="0.92")
-        handles = {}
+        handles: dict[str, Artist] = {}
         for axes in panels:
             handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         figure.legend(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 from scipy.stats import ks_2samp
 
 from attnorm import theory
@@ -135,10 +135,11 @@ def critical_num_selected(study: Study) -> list[dict]:
     for length in study.options.lengths:
         most = max(min(int(study.options.max_critical_fraction * length), length - 1), 1)
         nums = tuple(sorted({round(N) for N in np.geomspace(1, most, _NUM_CRITICAL)}))
-        found = study.over_layers(
-            length,
-            lambda attention, seed, nums=nums: _distance_rows(study, attention, seed, nums, False),
-        )
+
+        def measure(attention, seed, nums=nums):
+            return _distance_rows(study, attention, seed, nums, False)
+
+        found = study.over_layers(length, measure)
         for normalizer in study.normalizers:
             true, expected = (
                 np.concatenate(
@@ -277,7 +278,7 @@ def gradients(study: Study) -> list[dict]:
             ratios = responses[spectral > 0] / spectral[spectral > 0]
             for e, step in enumerate(options.steps):
                 difference = of_heads["difference"][:, :, q, e]
-                bounds = {"proved_bound": math.nan, "spectral_bound": math.nan}
+                bounds: dict[str, float | Array] = {"proved_bound": math.nan, "spectral_bound": math.nan}
                 if p is not None:
                     bounds["proved_bound"] = theory.proved_finite_difference_bound(
                         length, p=p, temperature=temperature, step=step

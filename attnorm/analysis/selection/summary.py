@@ -76,14 +76,14 @@ def _expectation_in_bounds(table):
     if _unknown(table, "expected_low"):
         return _NO_BOUND, None
     points = {(row["length"], row["num_selected"]) for row in table}
-    low, high = (
+    over_low, over_high = (
         [
             _mean(table, "expected", length=L, num_selected=N) / _mean(table, key, length=L, num_selected=N)
             for L, N in points
         ]
         for key in ("expected_low", "expected_high")
     )
-    low, high = min(low), max(high)
+    low, high = min(over_low), max(over_high)
     shown = f"E d̃ over its bounds: at least {low:.3f}, at most {high:.3f}"
     return shown, low >= 1 - _SAMPLING_ERROR and high <= 1 + _SAMPLING_ERROR
 

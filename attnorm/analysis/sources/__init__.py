@@ -1,6 +1,7 @@
 """Where measurements get attention from: what a model's heads compute on a text, one layer at a time."""
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from attnorm.analysis.sources.pretrained import minilm_source, pretrained_source
@@ -11,7 +12,7 @@ from attnorm.models.pretrained import CheckpointError
 
 __all__ = ["Attention", "Source", "Synthetic", "attentions", "excerpts", "load"]
 
-_NAMED = {"synthetic": Synthetic, "minilm": minilm_source}
+_NAMED: dict[str, Callable[[], Source]] = {"synthetic": Synthetic, "minilm": minilm_source}
 _WORKDIR = "workdir:"
 
 

