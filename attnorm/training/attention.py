@@ -2,7 +2,9 @@
 
 import functools
 import logging
+from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 import attnorm
@@ -39,7 +41,8 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
     """
     options: Options = {"normalizer": normalizer, "implementation": implementations_for(platform_of(mesh))}
     head_axes = ("tensor",) if mesh.shape["tensor"] > 1 else ()
-    if mesh.size == 1 and "implementation" not in options:  # else only the mesh knows the device
+    # Of a device that is not this process's first, kernels learn by the mesh alone.
+    if mesh.size == 1 and mesh.devices.flat[0] == jax.devices()[0]:
         return functools.partial(attnorm.dot_product_attention, **options)
 
     def attention(query, key, value, **given):
@@ -50,7 +53,7 @@ def make_attention(normalizer: Normalizer, mesh: Mesh) -> Attention:
                     f"config.mesh.tensor must divide the {heads} {name} heads, got {mesh.shape['tensor']}"
                 )
         if mesh.shape["context"] > 1:
-            own = options | given
+            own: dict[str, Any] = {**options, **given}
             missing = own["normalizer"].needs - chunked.SERVES
             if missing:
                 _log_once(type(own["normalizer"]).__name__, ", ".join(sorted(missing)))

@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -51,3 +52,10 @@ def test_keys_are_gathered_for_a_normaliser_that_a_ring_does_not_serve(mesh, mon
 def test_what_a_ring_cannot_do_is_no_reason_to_gather(mesh):
     with pytest.raises(NotImplementedError, match="variant 'ring'"):
         attention.make_attention(attnorm.get_normalizer("l2"), mesh)(X, X, X, implementation="reference")
+
+
+def test_one_device_that_is_here_needs_no_mesh():
+    here = np.array(jax.devices()[:1]).reshape(1, 1, 1, 1)
+    own = Mesh(here, AXES, axis_types=(AxisType.Auto,) * 4)
+    traced = jax.make_jaxpr(attention.make_attention(attnorm.get_normalizer("l2"), own))(X, X, X)
+    assert "shard_map" not in str(traced)
