@@ -273,9 +273,11 @@ def _attend_backward(static, residuals, cotangents):
         sums = query_tiles(sizes, sums)
     rows = (sizes.nq, sizes.B, sizes.K, sizes.G * sizes.bq)
 
+    def by_tile(x):
+        return x.reshape(*rows, x.shape[-1])
+
     def products(own):
-        by_tile = (x.reshape(*rows, x.shape[-1]) for x in (d_outputs, own))
-        return row_products(*by_tile, static.precision).reshape(stats[0].shape)
+        return row_products(by_tile(d_outputs), by_tile(own), static.precision).reshape(stats[0].shape)
 
     delta = jax.tree.map(products, sums)
     if d_log_norm is not None:

@@ -59,7 +59,7 @@ def row_gradients(
     factors, and ``delta`` is one of <d_output, Σ f v>, their gradients.
     """
     g, pull_factor = jax.vjp(lambda stats, rule: rule.finalize(stats, m), stats, normalizer)
-    d_g = delta if isinstance(g, tuple) else delta / jnp.where(g == 0, 1, g)
+    d_g = delta if isinstance(delta, tuple) else delta / jnp.where(g == 0, 1, g)
     d_stats, d_normalizer = pull_factor(d_g)
     if d_log_norm is not None:
         _, pull_log_norm = jax.vjp(lambda stats, rule: rule.log_norm(stats, m), stats, normalizer)

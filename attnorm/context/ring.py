@@ -102,9 +102,11 @@ def _attend_backward(static, residuals, cotangents):
     d_output, d_log_norm = cotangents
     d_output = jnp.where(sees_nothing(stats), 0, d_output.astype(stats[0].dtype))
 
+    def by_block(x):
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
     def products(own):
-        by_block = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (d_output, own))
-        return row_products(*by_block, static.precision).reshape(stats[0].shape)
+        return row_products(by_block(d_output), by_block(own), static.precision).reshape(stats[0].shape)
 
     d_log_norm = None if d_log_norm is None else d_log_norm[..., None]
     factor, d_stats, d_rows = row_gradients(
@@ -112,11 +114,11 @@ def _attend_backward(static, residuals, cotangents):
     )
     d_normalizer = jax.tree.map(lambda own: own[:, 0], d_rows)
     d_sums = sum_gradients(d_output, factor)
-    factor = factor if isinstance(factor, tuple) else None
+    factors = factor if isinstance(factor, tuple) else None
 
     def meet(gradients, own, other, key, value, visibility):
         dq, d_rule, dk, dv = gradients
-        rows = jax.tree.map(lambda x: x[own], (m, d_sums, d_stats, factor))
+        rows = jax.tree.map(lambda x: x[own], (m, d_sums, d_stats, factors))
         *more, more_rule = static.tiles.partial_gradients(
             query[own], key, value, visibility, normalizer, *rows, **static.options
         )

@@ -181,7 +181,8 @@ class Programs:
             return draw_padded(self.task, _diagnosed_key(index), DIAGNOSED_SEQUENCES, places)
 
         def of_member(member):
-            return diagnose(self.task, *member, draw, DIAGNOSED_DRAWS, len(places))
+            params, model_state, normalizer = member
+            return diagnose(self.task, params, model_state, normalizer, draw, DIAGNOSED_DRAWS, len(places))
 
         # One member at a time, because dense weights take memory.
         return jax.lax.map(of_member, members)
