@@ -61,13 +61,19 @@ def pallas_call(kernel, *, name, grid, semantics, tables, inputs, in_specs, outp
     return jax.tree.unflatten(outputs_tree, results)
 
 
+def precision_asked(precision):
+    """That of a call; where this says None, that of ``jax.default_matmul_precision``."""
+    return jax.config.jax_default_matmul_precision if precision is None else precision
+
+
 def product_precision(precision):
     """For products of float32: HIGHEST for all above the default, for want of levels between.
 
     None is ``jax.default_matmul_precision``. NotImplemented for what is no level, such as an algorithm.
     """
+    precision = precision_asked(precision)
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision or "default"
+        return jax.lax.Precision.DEFAULT
     try:
         levels = [jax.lax.Precision(p) for p in (precision if isinstance(precision, tuple) else (precision,))]
     except ValueError:

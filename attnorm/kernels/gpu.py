@@ -28,7 +28,7 @@ from attnorm import _compat, chunked, sharding
 from attnorm.dropout import Dropout
 from attnorm.finite import has_nonfinite, nan_where
 from attnorm.kernels import gpu_hopper, gpu_portable
-from attnorm.kernels.call import product_precision
+from attnorm.kernels.call import precision_asked, product_precision
 from attnorm.kernels.settings import config, device
 from attnorm.masks import Visibility
 from attnorm.normalizers.rule import Normalizer
@@ -46,7 +46,7 @@ def supports(query: Array, normalizer: Normalizer, dropout: Dropout | None, prec
     if query.shape[-1] > _LARGEST_HEAD_DIM:
         return f"head dim {query.shape[-1]} is not supported; up to {_LARGEST_HEAD_DIM} are"
     if product_precision(precision) is NotImplemented:
-        return f"precision {precision or jax.config.jax_default_matmul_precision!r} is not supported"
+        return f"precision {precision_asked(precision)!r} is not supported"
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
     if sharding.is_replicated_over_explicit_axes(query):

@@ -26,6 +26,7 @@ from attnorm.kernels.call import (
     heads_last,
     pad_ids,
     pad_pairs,
+    precision_asked,
     product_precision,
     rows_first,
     rows_last,
@@ -56,7 +57,7 @@ def supports(query: Array, normalizer: Normalizer, dropout: Dropout | None, prec
     if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"dtype {query.dtype} is not supported"
     if product_precision(precision) is NotImplemented:
-        return f"precision {precision or jax.config.jax_default_matmul_precision!r} is not supported"
+        return f"precision {precision_asked(precision)!r} is not supported"
     if sharding.is_partitioned_automatically(query):
         return "a kernel cannot be partitioned over a mesh with Auto axes; wrap the call in attnorm.sharded"
     if sharding.is_replicated_over_explicit_axes(query):
