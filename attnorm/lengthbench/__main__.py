@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import shlex
 import shutil
 import sys
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     for path in paths:
         print(path)
-    for error in errors:
-        print(f"error: {error}", file=sys.stderr)
+    for text in errors:
+        print(f"error: {text}", file=sys.stderr)
     return 1 if errors else 0
 
 
@@ -94,16 +95,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _contents(suite: Suite) -> str:
     """The tasks of a suite, those with the same normalisers together."""
-    names, tasks = {}, {}
+    names: dict[str, list[str]] = {}
+    tasks: dict[str, list[str]] = {}
     for task, name in suite.cells(None, None):
         names.setdefault(task, []).append(name)
     for task, compared in names.items():
         tasks.setdefault(", ".join(compared), []).append(task)
-    indents = {"initial_indent": "  ", "subsequent_indent": "    "}
-    lines = [
-        textwrap.fill(f"{', '.join(group)}: {compared}", _width(), **indents)
-        for compared, group in tasks.items()
-    ]
+    fill = functools.partial(textwrap.fill, width=_width(), initial_indent="  ", subsequent_indent="    ")
+    lines = [fill(f"{', '.join(group)}: {compared}") for compared, group in tasks.items()]
     return "\n".join([f"suite {suite.name}, tasks and normalisers:", *lines])
 
 

@@ -111,10 +111,13 @@ def run(grid: Grid, num_processes: int = 1) -> list[str]:
 
 def finished(grid: Grid) -> tuple[Grid, list[Cell]]:
     """All complete cells of the folder that are of this suite, also those that other commands have added."""
-    suite, found = grid.suite, {}
+    suite = grid.suite
+    found: dict[Pair, Cell] = {}
     for path in sorted((grid.out / "cells").glob("*/*.json")):
         try:
             cell = read_cell(path)
+            if cell is None:  # removed since
+                continue
             task = cell["task"]
             contender = parse_contender(cell["contender"], suite.temperatures)
             _require_settings(path, cell, settings_of(suite, TASKS[task](suite.name)))

@@ -189,10 +189,10 @@ def _variants(grid: Grid, table: _Cells, task: str) -> list[Block]:
     spec = grid.specs[task]
     if len(spec.variants) == 1:
         return []
-    columns = dict.fromkeys(
-        (row["variant"], row["factor"]) for cell in table.by_task[task] for row in cell["rows"]
+    columns = sorted(
+        {(row["variant"], row["factor"]) for cell in table.by_task[task] for row in cell["rows"]},
+        key=lambda column: (list(spec.variants).index(column[0]), column[1]),
     )
-    columns = sorted(columns, key=lambda column: (list(spec.variants).index(column[0]), column[1]))
     rows = [
         [cell["contender"], *(_range(range_of(cell, spec, factor, variant)) for variant, factor in columns)]
         for cell in table.by_task[task]
@@ -301,7 +301,7 @@ def _explanations(grid: Grid, table: _Cells) -> list[Block]:
         if len(points) < _FEWEST_FOR_CORRELATION:
             continue
         losses = [loss for loss, _ in points]
-        moved = [
+        moved: list[list[float | None]] = [
             [abs(change["output_variance"]) for _, change in points],
             [change["effective_keys"] for _, change in points],
             [change.get("right_share") for _, change in points],
@@ -367,8 +367,9 @@ def _seeds(number: int) -> str:
 
 
 def _correlation(x: Sequence[float | None], y: Sequence[float]) -> str:
-    rho = None if None in x else rank_correlation(x, y)
-    return _NOTHING if rho is None else f"{rho:.3g} (p = {rank_correlation_p(x, y):.2g})"
+    known = [value for value in x if value is not None]
+    rho = rank_correlation(known, y) if len(known) == len(x) else None
+    return _NOTHING if rho is None else f"{rho:.3g} (p = {rank_correlation_p(known, y):.2g})"
 
 
 def _range(r: Range) -> str:

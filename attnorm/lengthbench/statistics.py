@@ -136,10 +136,10 @@ def rank_correlation_p(x: Sequence[float], y: Sequence[float]) -> float | None:
     observed = rank_correlation(x, y)
     if observed is None:
         return None
-    x, y = _ranks(x), _ranks(y)
-    orders = np.random.default_rng(0).permuted(np.tile(y, (20_000, 1)), axis=1)
-    scale = np.std(x) * np.std(y) * len(x)
-    correlations = (orders - y.mean()) @ (x - x.mean()) / scale
+    ours, theirs = _ranks(x), _ranks(y)
+    orders = np.random.default_rng(0).permuted(np.tile(theirs, (20_000, 1)), axis=1)
+    scale = np.std(ours) * np.std(theirs) * len(ours)
+    correlations = (orders - theirs.mean()) @ (ours - ours.mean()) / scale
     more = np.sum(np.abs(correlations) >= abs(observed) - 1e-9)
     return float((more + 1) / (len(orders) + 1))
 

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
 import jax
@@ -41,7 +42,8 @@ class Runner:
 
     def __init__(self, suite: Suite, out: Any, command: str):
         self._suite, self._out, self._command = suite, out, command
-        self._task, self._programs = None, {}
+        self._task: str | None = None
+        self._programs: dict[Hashable, Programs] = {}
 
     def run(self, pair: Pair, progress: Callable[[int, str | None], None]) -> str | None:
         """None, or what went wrong: an error in one cell is none of the others'."""
@@ -49,6 +51,7 @@ class Runner:
             self._run(*pair, progress)
         except Exception:
             return traceback.format_exc()
+        return None
 
     def _run(self, task, contender, progress):
         start = time.monotonic()
@@ -96,7 +99,8 @@ def run_apart(pairs: Sequence[Pair], runner: Runner, board: Board, num_processes
     A process that dies, for want of memory for example, takes its cell with it, and no other.
     """
     context = multiprocessing.get_context("spawn")  # a fork would have JAX's threads halfway
-    waiting, working = list(pairs), {}
+    waiting = list(pairs)
+    working: dict[Connection, tuple[Pair, SpawnProcess, int]] = {}
 
     def start(core):
         ours, theirs = context.Pipe()
@@ -120,7 +124,8 @@ def run_apart(pairs: Sequence[Pair], runner: Runner, board: Board, num_processes
         for index in range(min(num_processes, len(pairs))):
             start(own[index % len(own)])
         while working:
-            for connection in multiprocessing.connection.wait(list(working)):
+            ready = multiprocessing.connection.wait(list(working))
+            for connection in [each for each in working if each in ready]:
                 pair, process, core = working[connection]
                 try:
                     count, message, is_end = connection.recv()
