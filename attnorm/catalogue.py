@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import attnorm
 from attnorm.attention import implementations_of
@@ -17,7 +18,7 @@ _LENGTH, _LONGER = 2048, 4096
 _CHIPS = ("v5e", "v6e")
 _NOT_THERE = "—"
 # Parameters by which a normaliser becomes another rule, which other implementations serve than its default.
-_OTHER_RULES = {"sigmoid": {"b": 0.0}, "general": {"F": "gelu"}}
+_OTHER_RULES: dict[str, dict[str, Any]] = {"sigmoid": {"b": 0.0}, "general": {"F": "gelu"}}
 _FUSED, _PARTLY_FUSED, _UNCHECKED = "●", "◐", "†"
 # How a docstring says that the source itself was not at hand.
 _UNCHECKED_WORDS = r"could (not )?be checked|summaries|secondary|notes on|code that follows"
@@ -49,7 +50,7 @@ def costs() -> str:
     | `softmax` | 1 | 1.00 | 1.00 |
     """
     runs = cost.runs_of(_RESULTS / "cost.json")
-    measured = {}
+    measured: dict[str, tuple[dict[str, float], str]] = {}
     for run in runs:
         if run["settings"]["length"] == _LENGTH:
             measured |= {name: (ratios, _made(run)) for name, ratios in run["ratios"].items()}

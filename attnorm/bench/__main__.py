@@ -266,7 +266,7 @@ def _shown(name: str) -> str:
 
 
 def _by_value(texts: dict[str, str]) -> dict[str, list[str]]:
-    found = {}
+    found: dict[str, list[str]] = {}
     for way, text in texts.items():
         found.setdefault(text, []).append(way)
     return found
