@@ -171,13 +171,15 @@ def require_whole(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def check_vocabulary(name: str, tokens: Int[Array, "B T"], counts: Int[Array, "B"], vocab_size: int) -> None:
+def check_vocabulary(
+    name: str, tokens: Int[Array, "B T"], counts: Int[Array | np.ndarray, "B"], vocab_size: int
+) -> None:
     """An error that names tokens that are none, as far as they are known; those after a row's number may be any."""
     if not (is_known(tokens) and is_known(counts)):
         return
-    tokens = np.asarray(tokens)
-    counted = np.arange(tokens.shape[1]) < np.asarray(counts)[:, None]
-    wrong = tokens[counted & ((tokens < 0) | (tokens >= vocab_size))]
+    ids = np.asarray(tokens)
+    counted = np.arange(ids.shape[1]) < np.asarray(counts)[:, None]
+    wrong = ids[counted & ((ids < 0) | (ids >= vocab_size))]
     if wrong.size:
         raise ValueError(
             f"{name} must be from 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}, got {wrong[0]}"

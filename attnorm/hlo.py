@@ -179,7 +179,8 @@ class _Program:
             return 1
         if match := _TRIPS.search(instruction.rest):
             return int(match[1])
-        condition = self.computations.get(_CONDITION.search(instruction.rest)[1], [])
+        name = _CONDITION.search(instruction.rest)
+        condition = self.computations.get(name[1], []) if name else []
         counts_up = any("direction=LT" in other.rest for other in condition)
         limits = [other.rest for other in condition if other.operation == "constant"]
         return int(limits[0].split(")")[0]) if counts_up and len(limits) == 1 else 1

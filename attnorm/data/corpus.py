@@ -73,7 +73,7 @@ def open_corpus(name: str, tokenizer: Tokenizer, held_out: float) -> Corpus:
         facts += f"the last {len(test):,} of this one text"
     else:
         facts += f"{len(test):,} tokens in {len(sides[1]):,} other documents"
-    return Corpus(train, test, facts, f"crc32 {zlib.crc32(test, zlib.crc32(train)):08x}")
+    return Corpus(train, test, facts, f"crc32 {zlib.crc32(test.data, zlib.crc32(train.data)):08x}")
 
 
 def unigram_entropy(stream: Int[np.ndarray, "S"]) -> float:

@@ -37,11 +37,11 @@ def text_batch(key: PRNGKeyArray, batch_size: int, length: int, *, held_out: boo
         raise ValueError(f"length must be from 2 to {len(stream) - 1}, got {length}")
     start = jax.random.randint(key, (batch_size, 1), 0, len(stream) - length)
     position = jnp.arange(length)
-    stream = jnp.asarray(stream.astype(np.uint16))  # a constant of the program: half as large
+    tokens = jnp.asarray(stream.astype(np.uint16))  # a constant of the program: half as large
     first_asked = length // 2 if held_out else 0
     return Questions(
-        inputs=stream[start + position].astype(jnp.int32),
-        answers=stream[start + position + 1].astype(jnp.int32),
+        inputs=tokens[start + position].astype(jnp.int32),
+        answers=tokens[start + position + 1].astype(jnp.int32),
         is_asked=jnp.broadcast_to(position >= first_asked, (batch_size, length)),
         source=jnp.full((batch_size, length), -1),
     )

@@ -74,7 +74,7 @@ class PretrainedTokenizer:
         file, vocab, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
         try:
             if file.is_file():
-                files = (file,)
+                files: tuple[Path, ...] = (file,)
                 tokenizer = tokenizers.Tokenizer.from_file(str(file))
             elif vocab.is_file() and merges.is_file():
                 files = (vocab, merges)
