@@ -55,7 +55,8 @@ def test_the_tiny_suite_ends_with_a_report_and_a_cell_that_is_run_again_is_the_s
     command = [sys.executable, "-m", "attnorm.lengthbench", "--suite", "tiny", "--jobs", "2"]
     command += ["--out", str(tmp_path)]
     # What XLA does not optimise is compiled sooner, and takes as long here.
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    environment = os.environ | {"XLA_FLAGS": flags}
 
     def run():
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

@@ -32,13 +32,14 @@ def start(num_processes, devices_each, *command):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices_each}"
     processes = []
     for index in range(num_processes):
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}",
+            "XLA_FLAGS": flags,
         }
         if num_processes > 1:
             environment |= {

@@ -111,9 +111,10 @@ def test_one_step_follows_the_gradient(tiny):
 
 @pytest.mark.slow
 def test_eight_devices_give_the_losses_and_gradients_of_one():
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.getcwd(),
     }
