@@ -52,6 +52,11 @@ def text_chance() -> float:
     return unigram_entropy(_corpus().held_out)
 
 
+def text_fingerprint() -> str:
+    """Another one for the manual of another Python."""
+    return _corpus().fingerprint
+
+
 @functools.cache
 def _corpus() -> Corpus:
     return open_corpus("python_manual", ByteTokenizer(), held_out=0.2)

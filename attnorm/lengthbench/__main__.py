@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs",
         metavar="N",
         type=_whole(1024),
-        help="cells that run side by side, each on one core; without it, on CPUs as many as there are cores, and on "
-        "an accelerator one",
+        help="cells that run side by side, each on one core; without it, as many as there are cores; on an "
+        "accelerator one",
     )
     return parser
 

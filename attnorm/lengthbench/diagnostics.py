@@ -15,7 +15,8 @@ DIAGNOSTICS = {
     "weight_norm": "‖y‖₂, mean over layers and heads",
     "output_norm": "‖out‖₂ of a head, mean over layers and heads",
     "output_variance": "variance of out over a head's features, mean over layers and heads",
-    "right_share": "Σ|y| on the keys that hold the answer over Σ|y|, of the layer and head with the most",
+    "right_share": "Σ|y| on the keys that hold the answer over Σ|y|, of the layer and head with the most; NaN "
+    "where no question has such keys",
 }
 
 
@@ -41,16 +42,17 @@ def diagnose(
         return _sums(task, params, model_state, normalizer, *draw(index), num_groups)
 
     by_batch = jax.lax.map(of_batch, jnp.arange(num_draws))
-    sums, count = jax.tree.map(lambda x: jnp.sum(x, axis=0), by_batch)
+    sums, count, num_answerable = jax.tree.map(lambda x: jnp.sum(x, axis=0), by_batch)
     result = {}
     for name, sums_LxGxN in sums.items():
         reduce = jnp.max if name == "right_share" else jnp.mean
         result[name] = reduce(sums_LxGxN / count[:, None], axis=(0, 2))
+    result["right_share"] = jnp.where(num_answerable > 0, result["right_share"], jnp.nan)
     return result
 
 
 def _sums(task, params, model_state, normalizer, batch, positions, num_groups):
-    """Sums over the questions, by layer, group and head, and how many questions a group has."""
+    """Sums over the questions, by layer, group and head; how many a group has, and how many of these right keys."""
     weights: list[Array] = []
     outputs: list[Array] = []
 
@@ -61,7 +63,8 @@ def _sums(task, params, model_state, normalizer, batch, positions, num_groups):
     task.apply(params, model_state, batch, attention, tap=outputs.append)
     is_asked, is_right = task.questions(batch)
     is_asked = is_asked & (jnp.arange(is_asked.shape[1]) < positions[:, None])
-    count = jnp.sum(is_asked.reshape(num_groups, -1), axis=1)
+    has_right = is_asked & jnp.any(is_right, axis=-1)
+    count, num_answerable = (jnp.sum(x.reshape(num_groups, -1), axis=1) for x in (is_asked, has_right))
 
     def over_questions(x_BxNxT):
         sums_BxN = jnp.sum(jnp.where(is_asked[:, None], x_BxNxT, 0), axis=2)
@@ -83,4 +86,4 @@ def _sums(task, params, model_state, normalizer, batch, positions, num_groups):
                 "right_share": over_questions(right / jnp.where(total > 0, total, 1)),
             }
         )
-    return jax.tree.map(lambda *x: jnp.stack(x), *layers), count
+    return jax.tree.map(lambda *x: jnp.stack(x), *layers), count, num_answerable

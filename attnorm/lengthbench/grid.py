@@ -94,13 +94,17 @@ def run(grid: Grid, num_processes: int = 1) -> list[str]:
       What went wrong, by cell.
 
     Raises:
-      GridError, OSError: a cell of other settings, or one that cannot be read, before anything is run.
+      GridError, OSError: a cell of other settings, one that cannot be read, or several processes on one accelerator,
+        before anything is run.
     """
+    platform = jax.devices()[0].platform
+    if num_processes > 1 and platform != "cpu":
+        raise GridError(f"jobs must be 1 on {platform}, which this process holds, got {num_processes}")
     missing = _missing(grid)
     board = _Board(grid, missing)
     runner = Runner(grid.suite, grid.out, grid.command)
     try:
-        if num_processes == 1:
+        if num_processes == 1 or len(missing) == 1:  # one alone may have all cores
             run_here(missing, runner, board)
         else:
             run_apart(missing, runner, board, num_processes)

@@ -36,6 +36,7 @@ class SequenceSpec:
     higher_is_better: bool = True
     is_ratio: bool = False  # whether it is compared by its logarithm
     facts: str = ""  # what else a reader of the report has to know
+    text: str = ""  # the fingerprint of what `draw` reads
     fewest_sequences: int = 64  # of an evaluation, at each length
     # (B, T, S): the keys that hold the answer of a position where something is asked; None for the source alone.
     right: Callable[[Questions], Bool[Array, "B T S"]] | None = None

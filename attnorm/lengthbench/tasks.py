@@ -14,7 +14,7 @@ from attnorm.data.passkey import passkey_batch, passkey_chance
 from attnorm.data.reverse import reverse_batch
 from attnorm.data.sort import sort_batch, sort_chance
 from attnorm.data.text_windows import VOCAB_SIZE as TEXT_VOCAB
-from attnorm.data.text_windows import text_batch, text_chance
+from attnorm.data.text_windows import text_batch, text_chance, text_fingerprint
 from attnorm.lengthbench.counting import CountingSpec
 from attnorm.lengthbench.sequences import SequenceSpec
 from attnorm.lengthbench.suites import MAIN
@@ -146,6 +146,7 @@ def _text(suite: str) -> SequenceSpec:
         higher_is_better=False,
         chance=lambda length: text_chance(),
         variants={MAIN: {"held_out": True}},
+        text=text_fingerprint(),
         facts="bytes of Python's manual, held-out documents; the loss at positions from half the length on; windows "
         "of validation and test may overlap",
     )

@@ -20,7 +20,9 @@ def fake_task(query, key, value, source):
 
     def questions(batch):
         is_asked = jnp.arange(LENGTH)[None] >= batch
-        is_right = jnp.zeros((1, LENGTH, LENGTH), bool).at[0, :, source].set(True)
+        is_right = jnp.zeros((1, LENGTH, LENGTH), bool)
+        if source is not None:
+            is_right = is_right.at[0, :, source].set(True)
         return is_asked, is_right
 
     return SimpleNamespace(apply=apply, questions=questions)
@@ -68,3 +70,8 @@ def test_questions_of_all_batches_count_alike():
     got = diagnosed(task, "softmax", first_asked=(3, 1))
     np.testing.assert_allclose(got["effective_keys"], (4 + 2 + 3 + 4) / 4, rtol=1e-5)
     np.testing.assert_allclose(got["right_share"], (1 / 4 + 1 / 2 + 1 / 3 + 1 / 4) / 4, rtol=1e-5)
+
+
+def test_without_right_keys_there_is_no_share_of_them():
+    got = diagnosed(fake_task(*(jnp.zeros((1, LENGTH, 1, 2)),) * 3, source=None), "softmax")
+    assert np.isnan(got["right_share"]) and got["effective_keys"] == 4

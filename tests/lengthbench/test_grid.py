@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from attnorm import get_normalizer
+from attnorm.data.text_windows import text_fingerprint
 from attnorm.lengthbench import cell as cell_module
 from attnorm.lengthbench import grid as grid_module
 from attnorm.lengthbench import workers
@@ -289,6 +290,17 @@ def test_settings_have_arguments_of_the_task_the_optimizer_and_the_evaluation(mo
     assert settings["optimizer"]["weight_decay"] == 0.01
     monkeypatch.setattr(cell_module.evaluation, "MOST_SEQUENCES", 7)
     assert cell_module.settings_of(TINY, spec)["evaluation"]["most_sequences"] == 7
+
+
+def test_settings_have_the_text_that_is_read():
+    assert cell_module.settings_of(TINY, TASKS["text"]("tiny"))["task"]["text"] == text_fingerprint() != ""
+
+
+def test_several_processes_on_one_accelerator_are_refused_before_anything_runs(ran, tmp_path, monkeypatch):
+    monkeypatch.setattr(grid_module.jax, "devices", lambda: [SimpleNamespace(platform="tpu")])
+    with pytest.raises(GridError, match="jobs must be 1 on tpu, which this process holds, got 2"):
+        run(make_grid(TINY, tmp_path, "command", ["l2"], ["copy"]), 2)
+    assert ran.names == []
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(ran, tmp_path, capsys):
