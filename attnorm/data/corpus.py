@@ -97,7 +97,7 @@ def pieces(
 ) -> Int[np.ndarray, "M T+1"]:
     """Pieces of T tokens, each of one document and behind its end-of-document id, from as many documents as possible.
 
-    Each document gives at most n pieces, with the smallest n that makes up the count.
+    Each document gives n or n - 1 pieces, or all it has where these are fewer, for the n that makes up the count.
 
     Raises:
       ValueError: the documents have fewer such pieces.
@@ -117,16 +117,19 @@ def pieces(
             f"{sum(held)}; the longest document has {max(sizes):,} tokens"
         )
     most = next(n for n in range(1, count + 1) if np.sum(np.minimum(held, n)) >= count)
+    given = np.minimum(held, most - 1)
+    more = count - np.sum(given)
+    able = np.flatnonzero(held >= most)
+    given[able[np.arange(more) * len(able) // more]] += 1
     begins = np.concatenate(
         [
-            start + length * (np.arange(min(number, most)) * number // min(number, most))
-            for start, number in zip(starts, held, strict=True)
-            if number
+            start + length * (np.arange(own) * number // own)
+            for start, number, own in zip(starts, held, given, strict=True)
+            if own
         ]
     )
-    chosen = begins[np.arange(count) * len(begins) // count]
     return np.stack(
-        [np.append(np.int32(end_of_document), stream[begin : begin + length]) for begin in chosen]
+        [np.append(np.int32(end_of_document), stream[begin : begin + length]) for begin in begins]
     ).astype(np.int32)
 
 

@@ -90,9 +90,24 @@ def test_pieces_are_of_one_document_each():
     np.testing.assert_array_equal(pieces(stream, 2, 3, 9), [[9, 1, 2], [9, 3, 4], [9, 7, 8]])
     np.testing.assert_array_equal(pieces(stream, 2, 2, 9), [[9, 1, 2], [9, 7, 8]])
     np.testing.assert_array_equal(pieces(stream, 1, 5, 9)[:, 1], [1, 3, 6, 7, 8])
+    np.testing.assert_array_equal(pieces(stream, 1, 4, 9)[:, 1], [1, 3, 6, 7])
     message = "2 pieces of 4 tokens are needed, but .* have 1; the longest document has 5 tokens"
     with pytest.raises(ValueError, match=message):
         pieces(stream, 4, 2, 9)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 5, 1, 3), (4, 0, 4, 1)])
+def test_pieces_are_of_as_many_documents_as_possible_and_spread_over_them(sizes):
+    texts = [np.arange(size) + 10 * (index + 1) for index, size in enumerate(sizes)]
+    stream = np.concatenate([np.append(9, text) for text in texts])
+    for count in range(1, sum(sizes) + 1):
+        found = pieces(stream, 1, count, 9)[:, 1]
+        assert len(set(found)) == count and set(found) <= set(np.concatenate(texts))
+        given = [int(np.sum(found // 10 == index + 1)) for index in range(len(sizes))]
+        assert sum(number > 0 for number in given) == min(count, np.count_nonzero(sizes))
+        # A document has fewer than another only where it has no more.
+        for number, size in zip(given, sizes, strict=True):
+            assert number in (size, max(given), max(given) - 1)
 
 
 def test_unigram_entropy():
