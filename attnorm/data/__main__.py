@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from attnorm.data.packing import FEWEST_TOKENS
 from attnorm.data.text import load_corpus
 from attnorm.data.tfds_text import is_tfds, parse_tfds, tfds_texts
 from attnorm.data.tokenizers import Tokenizer, TokenizerError, open_tokenizer, train_bpe
@@ -22,14 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = _texts(options.corpus)
         tokenizer = _tokenizer(options.tokenizer, texts, options.fit_documents, options.out)
         bar = tqdm(texts(), desc="documents", unit="", disable=None)
-        num_tokens = write_tokens(options.out, bar, tokenizer)
+        num_tokens, num_skipped = write_tokens(options.out, bar, tokenizer)
     except (ValueError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: cannot write {error.filename or options.out}: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"{num_tokens:,} tokens in {options.out}")
+    skipped = (
+        f"; documents of fewer than {FEWEST_TOKENS} tokens, left out: {num_skipped:,}" if num_skipped else ""
+    )
+    print(f"{num_tokens:,} tokens in {options.out}{skipped}")
     return 0
 
 

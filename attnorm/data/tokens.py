@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -24,37 +24,44 @@ class TokensError(ValueError):
     """A token folder that is not complete, or would be overwritten."""
 
 
-def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -> int:
-    """Writes the documents' stream, one document at a time, and returns its length.
+class Written(NamedTuple):
+    """The length of a stream, and how many documents of fewer than two tokens were left out of it."""
+
+    num_tokens: int
+    num_skipped: int
+
+
+def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -> Written:
+    """Writes the documents' stream, one document at a time.
 
     Args:
       folder: made where it does not exist.
-      documents: texts; those that give fewer than two tokens are refused.
+      documents: texts; those that give fewer than two tokens are left out and counted.
       tokenizer: with an end-of-document id.
 
     Raises:
       TokensError: the folder holds tokens already.
       TokenizerError: a tokenizer without an end-of-document id.
-      ValueError: no document, one of fewer than two tokens, or one that holds the end-of-document id.
+      ValueError: no document of two tokens or more, or one that holds the end-of-document id.
     """
     folder = Path(folder)
     require_no_tokens(folder)
     end_of_document = tokenizer.end_of_document
     folder.mkdir(parents=True, exist_ok=True)
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-    num_tokens = num_documents = crc = 0
+    num_tokens = num_documents = num_skipped = crc = 0
     stream_tmp, facts_tmp = folder / f"{_STREAM}.tmp", folder / _FACTS_TMP
     with open(stream_tmp, "wb") as file:
         for text in documents:
             ids = tokenizer.encode(text)
-            if len(ids) < FEWEST_TOKENS:
-                raise ValueError(
-                    f"documents[{num_documents}] must have at least {FEWEST_TOKENS} tokens, got {len(ids)}"
-                )
+            if len(ids) < FEWEST_TOKENS:  # one in millions must not end what has taken hours
+                num_skipped += 1
+                continue
             try:
                 stream = join([ids], end_of_document)
             except ValueError as error:
-                raise ValueError(str(error).replace("documents[0]", f"documents[{num_documents}]")) from None
+                index = num_documents + num_skipped
+                raise ValueError(str(error).replace("documents[0]", f"documents[{index}]")) from None
             written = stream.astype(dtype).tobytes()
             file.write(written)
             crc = zlib.crc32(written, crc)
@@ -63,7 +70,9 @@ def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -
         file.flush()
         os.fsync(file.fileno())
     if not num_documents:
-        raise ValueError("documents must hold at least one")
+        raise ValueError(
+            f"documents must hold one of at least {FEWEST_TOKENS} tokens, got {num_skipped} of fewer"
+        )
     facts = {
         "num_tokens": num_tokens,
         "num_documents": num_documents,
@@ -76,7 +85,7 @@ def write_tokens(folder: Path, documents: Iterable[str], tokenizer: Tokenizer) -
     facts_tmp.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     os.replace(stream_tmp, folder / _STREAM)
     os.replace(facts_tmp, folder / _FACTS)
-    return num_tokens
+    return Written(num_tokens, num_skipped)
 
 
 def require_no_tokens(folder: Path) -> None:

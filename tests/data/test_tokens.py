@@ -27,7 +27,7 @@ class WideTokenizer(ByteTokenizer):
 @pytest.mark.parametrize("tokenizer, dtype", [(BYTES, np.uint16), (WideTokenizer(), np.uint32)])
 def test_what_is_written_is_read(tmp_path, tokenizer, dtype):
     expected = join([tokenizer.encode(text) for text in TEXTS], tokenizer.end_of_document)
-    assert write_tokens(tmp_path / "new", iter(TEXTS), tokenizer) == len(expected)
+    assert write_tokens(tmp_path / "new", iter(TEXTS), tokenizer) == (len(expected), 0)
     stream = open_tokens(tmp_path / "new", tokenizer)
     assert stream.dtype == dtype
     np.testing.assert_array_equal(stream, expected)
@@ -83,13 +83,25 @@ def test_tokens_of_another_tokenizer_of_the_same_size_are_not_read(tmp_path):
         open_tokens(tmp_path / "tokens", second)
 
 
-def test_documents_without_tokens(tmp_path):
-    for text in ("", "x"):
-        message = rf"documents\[1\] must have at least 2 tokens, got {len(text)}"
+def test_documents_of_too_few_tokens_are_left_out_and_counted(tmp_path):
+    written = write_tokens(tmp_path / "a", ["one", "", "zwei", "x"], BYTES)
+    np.testing.assert_array_equal(open_tokens(tmp_path / "a", BYTES), [256, *b"one", 256, *b"zwei"])
+    assert (written.num_tokens, written.num_skipped) == (9, 2)
+    for texts, number in (([], 0), (["", "x"], 2)):
+        message = f"documents must hold one of at least 2 tokens, got {number} of fewer"
         with pytest.raises(ValueError, match=message):
-            write_tokens(tmp_path / "a", ["one", text], BYTES)
-    with pytest.raises(ValueError, match="documents must hold at least one"):
-        write_tokens(tmp_path / "b", [], BYTES)
+            write_tokens(tmp_path / "b", texts, BYTES)
+        assert not list((tmp_path / "b").glob("*.json"))
+
+
+def test_an_end_of_document_inside_a_document_is_an_error_that_counts_all_before(tmp_path):
+    class EndsWithin(ByteTokenizer):
+        def encode(self, text):
+            ids = super().encode(text)
+            return np.append(ids, self.end_of_document) if text == "end" else ids
+
+    with pytest.raises(ValueError, match=r"documents\[2\] holds the end-of-document id 256"):
+        write_tokens(tmp_path, ["one", "", "end"], EndsWithin())
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +155,14 @@ def test_command(tmp_path, capsys):
     assert main(["--corpus", str(book), "--tokenizer", "bytes", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"12 tokens in {out}\n"
     np.testing.assert_array_equal(open_tokens(out, BYTES), [256, *b"one two two"])
+    (tmp_path / "texts").mkdir()
+    for name, text in (("a", "one"), ("b", "x")):
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
+    two = ["--corpus", str(tmp_path / "texts"), "--tokenizer", "bytes", "--out", str(tmp_path / "two")]
+    assert main(two) == 0
+    assert capsys.readouterr().out == (
+        f"4 tokens in {tmp_path / 'two'}; documents of fewer than 2 tokens, left out: 1\n"
+    )
     for corpus, tokenizer, message in [
         (book, "bytes", "tokens.bin exists already"),
         (tmp_path / "missing.txt", "bytes", "corpus must be one of"),
