@@ -100,7 +100,10 @@ def generate(
     chunk = min(prompt.shape[1], cache.longest_chunk, _CHUNK)
     _check_room(cache, prompt_lengths, max_new_tokens)
     logits = _checked_logits(decode, params, cache, prompt.shape[0], chunk)
-    check_vocabulary("prompt", prompt, prompt_lengths, logits.shape[-1])
+    V = logits.shape[-1]
+    check_vocabulary("prompt", prompt, prompt_lengths, V)
+    if end is not None and end >= V:
+        raise ValueError(f"end must be from 0 to {V - 1}, of a vocabulary of {V}, got {end}")
     return _generate(
         params,
         cache,

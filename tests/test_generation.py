@@ -212,6 +212,12 @@ def test_decode_that_returns_something_else(wrong):
         run(wrong)
 
 
+@pytest.mark.parametrize("token", [V, 2**31])
+def test_an_end_outside_the_vocabulary(token):
+    with pytest.raises(ValueError, match=f"end must be from 0 to 5, of a vocabulary of 6, got {token}"):
+        run(end=token)
+
+
 @pytest.mark.parametrize("token", [-1, V])
 def test_a_prompt_outside_the_vocabulary(token):
     prompt = np.array([[1, 2, 3], [3, 0, token]])
