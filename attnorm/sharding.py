@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,8 @@ def sharded(
     Explicit axes need no wrapper. Nothing is communicated, but for the gradients of replicated arguments.
 
     Args:
-      attention: :func:`attnorm.dot_product_attention`, or a partial of it.
+      attention: :func:`attnorm.dot_product_attention`, a function with some of its arguments, by the same names, or a
+        partial of either.
       mesh: the mesh; its other axes replicate the computation.
       batch_axes: mesh axes that split B; their total size divides it.
       head_axes: mesh axes that split N and K; their total size divides both, or K is 1.
@@ -54,12 +56,14 @@ def sharded(
             raise TypeError("attention must be a partial of keyword arguments only")
         bound = attention.keywords | bound
         attention = attention.func
+    takes_implementation = "implementation" in inspect.signature(attention).parameters
 
     def wrapped(query, key, value, bias=None, mask=None, **options):
         named = {**bound, **options, "query": query, "key": key, "value": value}
         named |= {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
         # For its checks, which speak of the whole arrays; on which device these will be is not known here.
-        jax.eval_shape(lambda: attention(**{**named, "implementation": "reference"}))
+        on_any_device = {"implementation": "reference"} if takes_implementation else {}
+        jax.eval_shape(lambda: attention(**{**named, **on_any_device}))
         return _call(attention, named, mesh, batch_axes, head_axes, set(mesh.axis_names))
 
     return wrapped

@@ -1,11 +1,17 @@
 """Attention on eight virtual devices: the same values and gradients as on one, and nothing gathered."""
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import attnorm
 
 ROOT = Path(__file__).parents[1]
 PROLOGUE = """
@@ -102,6 +108,16 @@ long = jax.device_put(query, NamedSharding(devices, P(None, "data")))
 refuses(lambda: attnorm.dot_product_attention(long, key, value), "query", "length T", "data")
 """,
 }
+
+
+def test_a_function_that_has_no_implementations_is_called_as_it_is():
+    def attention(query, key, value, *, scale):
+        return scale * value
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    value = jnp.arange(8.0).reshape(1, 2, 2, 2)
+    found = attnorm.sharded(functools.partial(attention, scale=3.0), mesh, "data")(value, value, value)
+    np.testing.assert_array_equal(found, 3 * value)
 
 
 @pytest.mark.parametrize("case", CASES)
