@@ -86,6 +86,7 @@ def compile_only(
     )
     result |= {"programs": [], "failures": []}
     for normalizer in normalizers:
+        before, refused = len(result["programs"] + result["failures"]), []
         for variant in VARIANTS:
             sizes = []
             for count in (num_devices // 2, num_devices):
@@ -95,6 +96,7 @@ def compile_only(
                     compiled = _compile(chips[:count], length, LARGE, normalizer, variant, "pallas_tpu")
                 except NotImplementedError as error:
                     progress(f"{label}: {error}")
+                    refused.append(str(error))
                     continue
                 except Exception as error:  # such as too little memory; the others go on
                     result["failures"].append(f"{label}: {report.reason(error)}")
@@ -116,6 +118,9 @@ def compile_only(
                 result["failures"].append(
                     f"{normalizer}, ring: {num_devices} devices need {sizes[1] / sizes[0]:.2f} of the memory of half"
                 )
+        if len(result["programs"] + result["failures"]) == before:
+            reasons = "; ".join(dict.fromkeys(refused))
+            result["failures"].append(f"{normalizer}: no program serves it: {reasons}")
     return result
 
 

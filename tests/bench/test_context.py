@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -25,16 +26,34 @@ def test_a_program_that_waits_or_gathers_is_a_failure():
     assert context._faults("all_gather", sent, length=1) == faults[:1]
 
 
-def test_what_an_implementation_does_not_serve_is_told_and_no_failure(monkeypatch):
-    def refuse(devices, length, sizes, normalizer, *_):
-        raise (NotImplementedError if normalizer == "alibi" else RuntimeError)("no")
+class EmptyProgram:
+    """What compiles, and does nothing."""
+
+    def memory_analysis(self):
+        names = ("argument", "output", "temp")
+        return types.SimpleNamespace(**{f"{name}_size_in_bytes": 0 for name in names})
+
+    def as_text(self):
+        return "HloModule empty"
+
+
+def test_what_a_variant_does_not_serve_is_told_and_what_none_serves_is_a_failure(monkeypatch):
+    def compile_some(devices, length, sizes, normalizer, variant, *_):
+        if normalizer == "l2":
+            raise RuntimeError("no")
+        if normalizer == "ssmax" or variant == "ring":
+            raise NotImplementedError(f"{variant} refuses")
+        return EmptyProgram()
 
     monkeypatch.setattr(context, "tpu_devices", lambda topology: [0, 1])
-    monkeypatch.setattr(context, "_compile", refuse)
+    monkeypatch.setattr(context, "_compile", compile_some)
     told = []
     result = context.compile_only("v5e:2x2", 2, 8, ["alibi"], told.append)
-    assert result["failures"] == [] and "alibi, ring, 2 devices: no" in told
+    assert result["failures"] == [] and "alibi, ring, 2 devices: ring refuses" in told
+    assert [program["variant"] for program in result["programs"]] == ["all_gather"] * 2
     assert len(context.compile_only("v5e:2x2", 2, 8, ["l2"], told.append)["failures"]) == 4
+    result = context.compile_only("v5e:2x2", 2, 8, ["alibi", "ssmax"], told.append)
+    assert result["failures"] == ["ssmax: no program serves it: ring refuses; all_gather refuses"]
 
 
 @pytest.mark.parametrize(
