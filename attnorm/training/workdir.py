@@ -49,7 +49,9 @@ def claimed(
       workdir: made where it does not exist.
       config: what JSON can hold; written once.
       outputs: the files, beside the loop's own, that the run will write.
-      data: a "fingerprint", and "facts" for messages; of what the run reads beside the config, if it reads any.
+      data: a "fingerprint", and "facts" for messages; of what the run reads beside the config, if it reads any. A
+        workdir that has checkpoints and does not tell their data, of a run before that was kept, takes these; that is
+        printed.
 
     Raises:
       WorkdirError: the workdir cannot be written, holds a config that differs in more than the mesh, is of a run on
@@ -64,6 +66,12 @@ def claimed(
             if not _check(workdir, config, outputs, data):  # again: another run may have been there first
                 write_atomically(workdir / CONFIG, json.dumps(config, indent=2) + "\n")
             if data and not (workdir / DATA).exists():
+                if (workdir / CHECKPOINTS).exists():
+                    print(
+                        f"{workdir} has no {DATA}: whether its checkpoints are of the same data is not known; from "
+                        f"here on they are {data['facts']} ({data['fingerprint']})",
+                        flush=True,
+                    )
                 write_atomically(workdir / DATA, json.dumps(data, indent=2) + "\n")
         except OSError as error:
             raise WorkdirError(f"cannot write to --workdir={workdir}: {error.strerror}") from error
