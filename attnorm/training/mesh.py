@@ -24,25 +24,35 @@ class ClusterError(RuntimeError):
     """The processes of a cluster did not find each other, or lost one of them."""
 
 
-def detect_cluster(environment: Mapping[str, str]) -> str | None:
+def detect_cluster(environment: Mapping[str, str] | None = None) -> str | None:
     """What says that this is one of several processes: an environment variable, a TPU VM's metadata server, or None.
+
+    That server is asked by default only, of this process and its own environment. What is said of TPUs means nothing
+    to a process that JAX_PLATFORMS keeps from them: on a worker of a pod, JAX_PLATFORMS=cpu runs alone.
 
     >>> from attnorm.training.mesh import detect_cluster
     >>> detect_cluster({"SLURM_STEP_NUM_TASKS": "1"})
     >>> detect_cluster({"TPU_WORKER_HOSTNAMES": "host-0,host-1"})
     'TPU_WORKER_HOSTNAMES'
     """
+    is_own = environment is None
+    if environment is None:
+        environment = os.environ
     if environment.get("JAX_COORDINATOR_ADDRESS"):
         return "JAX_COORDINATOR_ADDRESS"
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        if int(environment.get(variable) or 1) > 1:
+            return variable
+    if "tpu" not in (environment.get("JAX_PLATFORMS") or "tpu").split(","):
+        return None
     if environment.get("TPU_PROCESS_ADDRESSES_PATH"):
         return "TPU_PROCESS_ADDRESSES_PATH"
     for variable in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
         if "," in environment.get(variable, ""):
             return variable
-    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"):
-        if int(environment.get(variable) or 1) > 1:
-            return variable
-    return _METADATA if is_gce_tpu() else None
+    if int(environment.get("MEGASCALE_NUM_SLICES") or 1) > 1:
+        return "MEGASCALE_NUM_SLICES"
+    return _METADATA if is_own and is_gce_tpu() else None
 
 
 def initialize_distributed(timeout_seconds: int = 300) -> None:
@@ -54,7 +64,7 @@ def initialize_distributed(timeout_seconds: int = 300) -> None:
     Raises:
       ClusterError: the cluster did not come up within the timeout.
     """
-    found = detect_cluster(os.environ)
+    found = detect_cluster()
     if found is None:
         return
     numbers: dict[str, Any] = {

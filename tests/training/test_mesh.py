@@ -10,15 +10,27 @@ from attnorm.training.mesh import ClusterError, detect_cluster, initialize_distr
 @pytest.fixture
 def tpu_vm(monkeypatch):
     """A TPU VM of Compute Engine, as JAX sees it."""
-    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    for variable in ("TPU_SKIP_MDS_QUERY", "JAX_PLATFORMS"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: ("0", 200))
 
 
 def test_a_worker_of_a_pod_is_found_without_any_variable(tpu_vm, monkeypatch):
-    assert "metadata" in detect_cluster({})
+    assert "metadata" in detect_cluster()
+    assert detect_cluster({}) is None  # which is another machine's
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    assert detect_cluster({}) is None
+    assert detect_cluster() is None
+
+
+@pytest.mark.parametrize("platforms, is_alone", [("cpu", True), ("cuda,cpu", True), ("tpu,cpu", False)])
+def test_a_worker_of_a_pod_that_may_not_use_its_tpu_is_alone(tpu_vm, monkeypatch, platforms, is_alone):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert (detect_cluster() is None) == is_alone
+    names = {"JAX_PLATFORMS": platforms, "TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}
+    assert detect_cluster(names) == (None if is_alone else "TPU_WORKER_HOSTNAMES")
+    coordinated = names | {"JAX_COORDINATOR_ADDRESS": "a:1234"}
+    assert detect_cluster(coordinated) == "JAX_COORDINATOR_ADDRESS"
 
 
 def test_other_machines_are_not_asked(monkeypatch):
@@ -28,7 +40,7 @@ def test_other_machines_are_not_asked(monkeypatch):
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", get_metadata)
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", False)
-    assert detect_cluster({}) is None
+    assert detect_cluster() is None
 
 
 def test_a_tpu_vm_without_a_metadata_server_is_alone(tpu_vm, monkeypatch):
@@ -36,7 +48,7 @@ def test_a_tpu_vm_without_a_metadata_server_is_alone(tpu_vm, monkeypatch):
         raise OSError("no such host")
 
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", get_metadata)
-    assert detect_cluster({}) is None
+    assert detect_cluster() is None
 
 
 @pytest.mark.parametrize(
