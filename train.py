@@ -42,12 +42,14 @@ if __name__ == "__main__":
         )
 
 import ast  # noqa: E402
+import logging  # noqa: E402
 import re  # noqa: E402
 import shutil  # noqa: E402
 import textwrap  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from absl import app, flags, logging  # noqa: E402
+from absl import app, flags  # noqa: E402
+from absl import logging as absl_logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 from ml_collections.config_flags import config_path  # noqa: E402
 
@@ -55,9 +57,7 @@ _ROOT = Path(__file__).resolve().parent
 
 
 def main(argv: list[str]) -> None:
-    if not flags.FLAGS["verbosity"].present:
-        # What the libraries' threads log as an error is raised too, and printed below without its tracebacks.
-        logging.set_verbosity(logging.FATAL)
+    show_own_warnings_only()
     print("loading JAX", flush=True)
     if flags.FLAGS.aot:
         _compile_ahead(flags.FLAGS.config.to_dict(), flags.FLAGS.aot)
@@ -82,6 +82,14 @@ def main(argv: list[str]) -> None:
         print(f"finished; everything is in {workdir}")
     else:
         print(f"resume with: {_command()}")
+
+
+def show_own_warnings_only() -> None:
+    """Unless --verbosity says what to show."""
+    if not flags.FLAGS["verbosity"].present:
+        # What the libraries' threads log as an error is raised too, and printed by `main` without its tracebacks.
+        absl_logging.set_verbosity(absl_logging.FATAL)
+        logging.getLogger("attnorm").setLevel(logging.WARNING)
 
 
 def _end(message: str) -> None:
@@ -160,13 +168,13 @@ def _configs() -> str:
     lines = ["", "Configs; their arguments follow a colon, as in --config=configs/lm.py:runlocal,steps=100"]
     for path in sorted((_ROOT / "configs").glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
-        (function,) = (
-            node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "get_config"
-        )
-        purpose = ast.get_docstring(module).partition("\n")[0]
-        arguments = ast.get_docstring(function).replace("``", "").removeprefix("Arguments, after a colon: ")
+        functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+        if "get_config" not in functions:
+            continue
+        purpose = (ast.get_docstring(module) or "").partition("\n")[0]
+        arguments = " ".join((ast.get_docstring(functions["get_config"]) or "").replace("``", "").split())
         lines.append(f"  configs/{path.name}")
-        for text in (purpose, f"Arguments: {' '.join(arguments.split())}"):
+        for text in (purpose, arguments.replace("Arguments, after a colon:", "Arguments:")):
             lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from attnorm.extras import install_hint
 
 ROOT = Path(__file__).parents[1]
@@ -220,6 +221,53 @@ def test_help_lists_the_configs_and_their_arguments():
     )
     assert "Counting with L1, L2 and L4" in counting and "steps a stage, norm of the model." in counting
     assert "corpus, tokenizer, learning_rate, normalizer" in lm
+
+
+def test_a_file_that_is_no_config_or_says_nothing_breaks_no_help(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(train, "_ROOT", tmp_path)
+    for name, text in {
+        "helpers": "SIZES = (1, 2)\n",
+        "mute": "def get_config(argument=None):\n    pass\n",
+        "told": '"""A purpose."""\ndef get_config(argument=None):\n    """Arguments, after a colon: ``steps``."""\n',
+    }.items():
+        (tmp_path / "configs" / f"{name}.py").write_text(text)
+    *_, mute, told, purpose, arguments = train._configs().splitlines()
+    assert (mute, told) == ("  configs/mute.py", "  configs/told.py")
+    assert (purpose.strip(), arguments.strip()) == ("A purpose.", "Arguments: steps.")
+    assert "helpers" not in train._configs()
+
+
+LOGS = """
+import logging
+from absl import app
+import train
+
+def main(argv):
+    train.show_own_warnings_only()
+    logging.getLogger("attnorm.training.attention").warning("of this project")
+    logging.getLogger("attnorm.attention").info("too much")
+    logging.getLogger("orbax").error("of a library")
+
+app.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ([], {"of this project"}),
+        (["--verbosity=-2"], {"of a library"}),  # who asks for errors gets these
+        (["--verbosity=0"], {"of this project", "of a library", "too much"}),
+    ],
+)
+def test_warnings_of_this_project_are_shown_and_errors_of_libraries_are_not(arguments, shown):
+    command = [sys.executable, "-c", LOGS, *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert {
+        text for text in ("of this project", "of a library", "too much") if text in result.stderr
+    } == shown
 
 
 def test_packages_that_are_missing_are_named_with_what_to_type():
