@@ -80,7 +80,10 @@ def make_train_step(
 def make_evaluate(
     task: Evaluated, groups: Sequence[Group], config: TrainConfig, mesh: Mesh
 ) -> jax.stages.Wrapped:
-    """``state -> metrics``, each with one number per member, jitted. Memory is that of one evaluation batch."""
+    """``state -> metrics``, each with one number per member, jitted.
+
+    Memory is that of one evaluation batch, and of the whole state, which a run keeps on its devices meanwhile.
+    """
 
     @over(mesh)
     def evaluate(state: TrainState) -> Tree:
@@ -102,7 +105,8 @@ def make_evaluate(
         means = jax.tree.map(lambda x: jnp.mean(x, axis=0), by_batch)
         return _concatenated([jax.vmap(task.summarize)(group_means) for group_means in means])
 
-    return jax.jit(evaluate, out_shardings=replicated(mesh))
+    # What compilers report counts arguments: also those that stay, such as the optimiser's, and are not read.
+    return jax.jit(evaluate, out_shardings=replicated(mesh), keep_unused=True)
 
 
 def _summed(task, params, model_state, batch, attention, config, mesh):

@@ -117,6 +117,15 @@ def test_the_average_follows_the_parameters_and_is_what_is_evaluated(toy_run):
     assert abs(found - np.mean([toy.mean_loss(params, half) for half in halves])) > 1e-4
 
 
+def test_memory_of_the_evaluation_counts_the_whole_state(toy_run):
+    """Of which it reads the average alone; the rest stays on the devices beside it."""
+    setup = Setup(*loop.parse_config(toy_run[0]))
+    state = setup.abstract_state()
+    compiled = setup.evaluate().lower(state).compile()
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert compiled.memory_analysis().argument_size_in_bytes >= whole
+
+
 def test_a_run_with_host_batches_goes_on_with_the_next_batch(toy_run, tmp_path):
     config, whole = toy_run
     workdir = tmp_path / "run"
