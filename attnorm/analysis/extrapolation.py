@@ -115,8 +115,12 @@ def read_runs(workdirs: Sequence[Path]) -> tuple[Curves, list[dict[str, Any]]]:
 
 
 def table(curves: Curves) -> str:
-    """The median over seeds at each bucket from half the trained length on; ``*`` marks that length."""
-    buckets = [bucket for bucket in curves.buckets if 2 * bucket >= curves.trained_length]
+    """The median over seeds at each bucket from half the trained length on; ``*`` marks that length.
+
+    Where only shorter texts were evaluated, the last two buckets.
+    """
+    shortest = min(curves.trained_length, curves.buckets[-1])
+    buckets = [bucket for bucket in curves.buckets if 2 * bucket >= shortest]
     names = _names(curves.losses)
     width = max(map(len, names.values()))
     lines = ["loss at positions [b/2, b), median over seeds (* b = trained length)"]

@@ -110,7 +110,14 @@ LM = {path.stem: path for path in CONFIGS if path.stem.startswith("lm")}
         (
             "lm_1b",
             "length=1048576,context=64",
-            {"length": 2**20, "max_length": 2**20, "context": 64, "batch_size": 8},
+            {
+                "length": 2**20,
+                "max_length": 2**20,
+                "context": 64,
+                "batch_size": 8,
+                "eval_length": 16384,
+                "eval_batch_size": 64,
+            },
         ),
     ],
 )

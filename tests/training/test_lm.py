@@ -153,6 +153,28 @@ def test_evaluation_is_by_position_on_long_pieces(config):
     assert summary["weight_norm/layer1"] == pytest.approx(1, rel=1e-5)  # L2
 
 
+def test_pieces_may_be_shorter_than_the_rows_of_training(config):
+    task = make_task(
+        config,
+        {"max_length": 32, "num_layers": 1},
+        length=32,
+        eval_length=8,
+        logits_parts=16,
+        eval_yarn_factors=(1.0,),
+    )
+    assert task.buckets == (1, 2, 4, 8)
+    params = large(task.init(jax.random.key(1))[0])
+    batch = task.eval_batch(None, jnp.int32(0))
+    assert batch["pieces"].shape == (2, 9) and batch["rows"]["inputs"].shape == (4, 32)
+    means = jax.jit(lambda params: task.evaluate(params, {}, batch, attention()))(params)
+    summary = task.summarize(means)
+    pieces = np.asarray(batch["pieces"])
+    losses = losses_alone(task, params, pieces[:, :-1], pieces[:, 1:])
+    for bucket in task.buckets:
+        expected = losses[:, bucket // 2 : bucket].mean()
+        assert float(summary[f"loss/{bucket}"]) == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_is_evaluated_is_held_out(config, corpus):
     task = make_task(config)
     train, held_out = ("\n".join(side.values()) for side in split_corpus(load_corpus(corpus), 0.4))
@@ -331,7 +353,17 @@ def test_texts_that_do_not_do_are_named_before_anything_is_written(config, tmp_p
         (
             {"eval_length": 96},
             {},
-            "lm.eval_length must be a power of two and a multiple of length = 16, got 96",
+            "lm.eval_length must be a power of two, and a multiple or a divisor of length = 16, got 96",
+        ),
+        (
+            {"length": 48, "eval_length": 32},
+            {},
+            "lm.eval_length must be a power of two, and a multiple or a divisor of length = 48, got 32",
+        ),
+        (
+            {"length": 128, "eval_yarn_factors": (1.0,)},
+            {"position": "learned", "max_length": 64},
+            "lm.model.max_length must be at least 128 tokens, got 64",
         ),
         ({"logits_parts": 3}, {}, "lm.logits_parts must be a divisor of length = 16, got 3"),
         ({"held_out": 1.0}, {}, r"lm.held_out must be a number in \(0, 1\), got 1.0"),

@@ -65,10 +65,11 @@ class LMConfig:
         require(0 <= self.data_seed < INT32_END, "data_seed", self.data_seed, "a number from 0 to 2^31 - 1")
         require(0 < self.held_out < 1, "held_out", self.held_out, "a number in (0, 1)")
         require(
-            self.eval_length.bit_count() == 1 and self.eval_length % self.length == 0,
+            self.eval_length.bit_count() == 1
+            and 0 in (self.eval_length % self.length, self.length % self.eval_length),
             "eval_length",
             self.eval_length,
-            f"a power of two and a multiple of length = {self.length}",
+            f"a power of two, and a multiple or a divisor of length = {self.length}",
         )
         require(
             self.length % self.logits_parts == 0,
@@ -97,7 +98,7 @@ class LMConfig:
             factors,
             "(1.0,) unless model.position is rope and model.rope_scaling none",
         )
-        longest = self.eval_length if model.position == "learned" else self.length
+        longest = max(self.length, self.eval_length if model.position == "learned" else 0)
         require(
             model.max_length >= longest, "model.max_length", model.max_length, f"at least {longest} tokens"
         )
@@ -340,7 +341,9 @@ class LMTask:
         """The loss of each target (B, T)."""
         model = nnx.merge(graph, nnx.State(params))
         hidden = model.hidden(batch["inputs"], self._attention_fn(attention, batch), batch["positions"])
-        parts = self.config.logits_parts * batch["inputs"].shape[1] // self.config.length
+        parts, length, T = self.config.logits_parts, self.config.length, batch["inputs"].shape[1]
+        # Of what is longer than a row, parts as large as those of a row; of what is shorter, no larger ones.
+        parts = parts * T // length if T >= length else math.gcd(parts, T)
         return _token_losses(model, hidden, batch["targets"], parts)
 
     def _attention_fn(self, attention, batch):
