@@ -1,6 +1,7 @@
 """Runs of language models in one table and figure: what is joined, what is shown, and what is refused."""
 
 import csv
+import dataclasses
 import json
 
 import pytest
@@ -94,6 +95,14 @@ def test_table_names_what_differs_and_marks_the_trained_length(runs):
     row = next(line for line in lines if line.startswith("l2, output norm none, eval rope scaling none"))
     assert row.split()[-4:] == ["2.021", "2.041*", "2.081", "2.161"]
     assert "rope" not in table(read_results(runs[0] / "results.csv")).replace("eval rope scaling", "")
+
+
+def test_table_of_texts_that_are_shorter_than_the_rows_of_training(runs):
+    curves = dataclasses.replace(read_runs(runs)[0], trained_length=64)
+    lines = table(curves).splitlines()
+    assert lines[1].split() == ["b=8", "b=16"]
+    row = next(line for line in lines if line.startswith("l2, output norm none, eval rope scaling none"))
+    assert row.split()[-2:] == ["2.081", "2.161"]
 
 
 def test_command_writes_tables_and_figures(runs, tmp_path, capsys, monkeypatch):
