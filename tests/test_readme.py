@@ -68,7 +68,7 @@ def has_options(command):
 
 IN_BLOCKS = in_blocks(README)
 TEXTS = {"README.md": [*IN_BLOCKS, *in_sentences(README)]}
-for path in (ROOT / "attnorm" / "analysis" / "README.md", ROOT / "attnorm" / "bench" / "README.md"):
+for path in sorted(ROOT.glob("attnorm/*/README.md")):
     TEXTS[str(path.relative_to(ROOT))] = [*in_blocks(path.read_text()), *in_sentences(path.read_text())]
 for path in sorted((ROOT / "configs").glob("*.py")):
     TEXTS[f"configs/{path.name}"] = in_config(path)
