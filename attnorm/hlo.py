@@ -93,7 +93,7 @@ def collectives(hlo: str, work: str | None = None) -> list[Collective]:
     def is_work(instruction):
         return work in instruction.rest or any(map(is_work, program.inside(instruction)))
 
-    # One that runs beside computation appears where it starts, where it goes on and where it ends: by channel.
+    # One that runs beside computation appears where it starts, where it goes on and where it ends.
     found: dict[str, Collective] = {}
     for name, one in program.collectives(is_work if work is not None else None):
         if (other := found.get(name)) is not None:
@@ -113,11 +113,6 @@ class _Instruction:
     @property
     def called(self) -> list[str]:
         return [name for names in _CALLED.findall(self.rest) for name in re.findall(r"[\w.\-]+", names)]
-
-    @property
-    def channel(self) -> str:
-        match = _CHANNEL.search(self.rest)
-        return match[1] if match else f"{self.name} = {self.rest}"
 
 
 class _Program:
@@ -144,9 +139,9 @@ class _Program:
 
     def collectives(self, is_work: Callable | None) -> Iterator[tuple[str, Collective]]:
         """Each with what tells it from others, wherever it appears."""
-        yield from self._collectives(is_work, self.entry, 1, False, None)
+        yield from self._collectives(is_work, self.entry, 1, False, False, None)
 
-    def _collectives(self, is_work, computation, times, is_in_loop, is_outer_overlapped):
+    def _collectives(self, is_work, computation, times, is_in_loop, is_wrapped, is_outer_overlapped):
         instructions = self.computations.get(computation, [])
         for at, one in enumerate(instructions):
             is_overlapped = is_outer_overlapped
@@ -158,11 +153,15 @@ class _Program:
                 sent = sum(sizes) * self._parts_sent(kind, one)
                 if kind == "all-reduce" and computation.startswith(_FUSED):
                     kind, sent = "reduce-scatter", sent / 2
-                yield one.channel, Collective(kind, max(sizes), sent, times, is_in_loop, is_overlapped)
+                channel = _CHANNEL.search(one.rest)
+                # Copies of what is wrapped share its channel; on CPUs all collectives have the same.
+                name = channel[0] if channel and is_wrapped else f"{computation}: {one.name} = {one.rest}"
+                yield name, Collective(kind, max(sizes), sent, times, is_in_loop, is_overlapped)
             inner = times * self._trips(one)
-            for name in one.called:
+            wrapped = is_wrapped or one.operation not in ("while", "conditional")
+            for called in one.called:
                 in_loop = is_in_loop or one.operation == "while"
-                yield from self._collectives(is_work, name, inner, in_loop, is_overlapped)
+                yield from self._collectives(is_work, called, inner, in_loop, wrapped, is_overlapped)
 
     def _parts_sent(self, kind, instruction) -> float:
         """What a device sends, in units of what it is given."""

@@ -137,3 +137,12 @@ def test_one_that_waits_in_a_computation_of_its_own_is_counted_once():
     )
     of_kind = [one for one in collectives(program, work="kernel") if one.kind == "reduce-scatter"]
     assert [(one.bytes, one.is_overlapped) for one in of_kind] == [(64, True), (512, None)]
+
+
+def test_collectives_of_one_channel_are_counted_each():
+    """As CPUs have them, in loops and beside them."""
+    program = LOOP.replace("collective-permute(%y)", "collective-permute(%y), channel_id=1").replace(
+        "  ROOT %sum =", "  %other = bf16[2,4]{1,0} collective-permute(%z), channel_id=1\n  ROOT %sum ="
+    )
+    found = [(one.bytes, one.times) for one in collectives(program) if one.bytes == 16]
+    assert found == [(16, 3), (16, 1)]

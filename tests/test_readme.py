@@ -30,9 +30,9 @@ MODULES = {
 }
 # What makes a command one of seconds that needs no connection; of an option that is given twice the last counts.
 SMALL = {
-    "attnorm.analysis selection": "--model synthetic --lengths 12 --num-selected 1 4 --num-selected-by-length 2 "
+    "attnorm.analysis selection": "--model synthetic --text README.md --lengths 12 --num-selected 1 4 --num-selected-by-length 2 "
     "--max-rows 4 --max-gradient-rows 1 --temperatures 0.02 1 --steps 0.001 --normalizer l2",
-    "attnorm.data": "--corpus python_manual --tokenizer bytes",
+    "attnorm.data": "--corpus python_manual --tokenizer bpe:300 --fit-documents 5",
     "attnorm.lengthbench": "--suite tiny --tasks max_retrieval --normalizers l2 --seeds 1",
 }
 
