@@ -146,3 +146,14 @@ def test_collectives_of_one_channel_are_counted_each():
     )
     found = [(one.bytes, one.times) for one in collectives(program) if one.bytes == 16]
     assert found == [(16, 3), (16, 1)]
+
+
+def test_copies_of_what_is_wrapped_are_counted_once():
+    """As TPUs print what starts in one computation and ends in another of the same channel."""
+    [wrapped] = [part for part in PROGRAM.split("\n\n") if part.startswith("%wrapped")]
+    copy = wrapped.replace("%wrapped", "%wrapped.clone").replace("%scatter", "%scatter.clone")
+    program = PROGRAM.replace(wrapped, f"{wrapped}\n\n{copy}").replace(
+        "async-done(%start), calls=%wrapped", "async-done(%start), calls=%wrapped.clone"
+    )
+    assert program.count("calls=%wrapped.clone") == 1
+    assert traffic(program) == traffic(PROGRAM)

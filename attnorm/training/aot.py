@@ -48,9 +48,8 @@ def compile_ahead(config: Mapping[str, Any], topology: str) -> str:
     _add_memory("memory per device", compiled, kind, lines)
     try:
         evaluation = _compiled("the evaluation", setup.evaluate().lower(state))
-    except (
-        ConfigError
-    ) as error:  # of texts that do for the train step, but hold too little to be evaluated on
+    except ConfigError as error:
+        # The texts do for the train step, but hold too little to be evaluated on.
         lines.append(f"the evaluation was not compiled: {error}")
     else:
         _add_memory("in evaluation", evaluation, kind, lines)
