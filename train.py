@@ -5,8 +5,8 @@
     python train.py --workdir=runs/slow --config.optimizer.learning_rate=3e-4
     python train.py --aot=v5e:4x4 --config=configs/lm_1b.py
 
-The workdir holds config.json, data.json, metrics.jsonl and .csv, tensorboard/, checkpoints/ and the results. Stop a
-run at any moment; the same command resumes it. --config.a.b=value changes a value of the config.
+The workdir holds config.json, metrics.jsonl and .csv, tensorboard/, checkpoints/ and the results, of language models
+also data.json, what their text was. Stop a run at any moment; the same command resumes it. --config.a.b=value changes a value of the config.
 --profile_steps=10-12 writes a trace of these steps. --aot compiles the train step and the evaluation for a TPU
 topology, of which nothing needs to be there but libtpu, and prints what they would take.
 """
@@ -42,6 +42,7 @@ if __name__ == "__main__":
         )
 
 import ast  # noqa: E402
+import difflib  # noqa: E402
 import logging  # noqa: E402
 import re  # noqa: E402
 import shutil  # noqa: E402
@@ -127,7 +128,12 @@ def _parse_flags(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> lis
             ("profile_steps", "Write a trace of these steps, such as 10-12."),
         ):
             flags.DEFINE_string(name, None, help_string, flag_values=values)
+        if {"--help", "-help", "-h"} & set(argv):
+            app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)  # absl's own --help exits with 1
         arguments = values(argv)
+        file = config_flags.get_config_filename(values["config"]).partition(":")[0]
+        if not Path(file).is_file():
+            _exit(f"--config must be a file such as configs/counting.py, got {file!r}{_hint(file)}")
         values.config.to_dict()  # raises if the file could not be read
     except (flags.Error, OSError) as error:
         # The last line of a traceback of the config file, without the name of the exception's class.
@@ -158,6 +164,12 @@ def _refuse_numbers_for_tuples(argv: list[str], config) -> None:
                     _exit(f"{name} must be a tuple, such as ({text},), got {text}")
 
 
+def _hint(path: str) -> str:
+    known = {f"configs/{found.name}": os.path.relpath(found) for found in _config_files()}
+    near = difflib.get_close_matches(path, known, n=1)
+    return f"; did you mean {known[near[0]]}?" if near else ""
+
+
 def _exit(message: str) -> None:
     sys.exit(f"error: {message}\n(--help shows the flags and the configs)")
 
@@ -166,17 +178,24 @@ def _configs() -> str:
     """Each config with its purpose, and what may follow its colon."""
     width = min(shutil.get_terminal_size().columns, 110)
     lines = ["", "Configs; their arguments follow a colon, as in --config=configs/lm.py:runlocal,steps=100"]
-    for path in sorted((_ROOT / "configs").glob("*.py")):
-        module = ast.parse(path.read_text(encoding="utf-8"))
-        functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
-        if "get_config" not in functions:
-            continue
+    for path, (module, function) in _config_files().items():
         purpose = (ast.get_docstring(module) or "").partition("\n")[0]
-        arguments = " ".join((ast.get_docstring(functions["get_config"]) or "").replace("``", "").split())
+        arguments = " ".join((ast.get_docstring(function) or "").replace("``", "").split())
         lines.append(f"  configs/{path.name}")
         for text in (purpose, arguments.replace("Arguments, after a colon:", "Arguments:")):
             lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
+
+
+def _config_files() -> dict[Path, tuple[ast.Module, ast.FunctionDef]]:
+    """Of each file in configs/ that is one, its syntax tree and that of its function."""
+    found = {}
+    for path in sorted((_ROOT / "configs").glob("*.py")):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+        if "get_config" in functions:
+            found[path] = module, functions["get_config"]
+    return found
 
 
 if __name__ == "__main__":

@@ -154,6 +154,11 @@ def test_the_printed_command_resumes_though_no_python_is_in_the_path(tmp_path):
         (("--config.ensemble.seeds", "5"), "error: config.ensemble.seeds must be a tuple, such as (5,)"),
         (("--config.ensemble.normalizers=('lp(p=-1)',)",), "'lp(p=-1)': p must be"),
         (
+            ("--config=configs/countin.py:runlocal",),
+            "error: --config must be a file such as configs/counting.py, got 'configs/countin.py'; "
+            "did you mean configs/counting.py?",
+        ),
+        (
             ("--config=configs/counting.py:runloca",),
             "error: config argument 'runloca': unknown key 'runloca'; did you mean 'runlocal'?",
         ),
@@ -207,7 +212,9 @@ def test_two_runs_in_one_workdir_are_refused_and_a_killed_one_leaves_no_lock(tmp
 
 
 def test_help_lists_the_configs_and_their_arguments():
-    output = run("unused", "--help", env=os.environ | {"COLUMNS": "80"}).stdout
+    helped = run("unused", "--help", env=os.environ | {"COLUMNS": "80"})
+    assert helped.returncode == 0
+    output = helped.stdout
     assert "--workdir" in output
     listed = output[output.index("Configs; their arguments") : output.index("\nflags:")].split("  configs/")[
         1:

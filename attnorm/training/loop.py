@@ -224,13 +224,14 @@ class _Run:
         interrupted: Callable[[int], bool],
     ) -> bool:
         stage = unrecorded = None
+        compiled_in = 0  # the last step that had to wait for a compilation
         self.pace = Pace(restored_step)
         for step in range(restored_step + 1, self.num_steps + 1):
             if stage is None or step > stage.end:
                 stage = next(stage for stage in self.task.stages if step <= stage.end)
                 if 0 < stage.first_step == step - 1 and self.config.optimizer.reset_optimizer:
                     state = reset_optimizer(state, self.setup.optimizer)
-                train_step = self.setup.train_step(stage)
+                train_step, compiled_in = self.setup.train_step(stage), step
                 feed = Feed(self.task, stage, step - 1, self.setup.mesh)
                 rows = batch_rows(self.task, stage) // self.config.accumulation_steps
                 recorder.progress.print(
@@ -245,7 +246,7 @@ class _Run:
             # One step behind, so that the device has its next step while this one is read.
             if unrecorded:
                 self._record(*unrecorded, recorder)
-            unrecorded = (step, stage, metrics)
+            unrecorded = (step, stage, metrics, step == compiled_in)
             stops = interrupted(step)
             evaluates = self._is_evaluated(step, stage)
             saves = stops or self._is_saved(step, stage)
@@ -308,7 +309,7 @@ class _Run:
         if len(self._steps(self._is_saved, last - 1)) > 1:
             raise _lost_checkpoints(self.workdir)
 
-    def _record(self, step: int, stage: Stage, metrics: Metrics, recorder: Recorder) -> None:
+    def _record(self, step: int, stage: Stage, metrics: Metrics, compiled: bool, recorder: Recorder) -> None:
         metrics = jax.device_get(metrics)
         self._require_finite(step, metrics)
         message = None
@@ -326,8 +327,9 @@ class _Run:
             )
             recorder.add_metrics(row)
             message = f"length {stage.length}  loss {min(metrics['loss']):.4g} to {max(metrics['loss']):.4g}"
-        if step == stage.first_step + 1:
+        if compiled:
             recorder.progress.restart_clock(step)
+            self.pace.restart(step)
         recorder.progress.step(step, message)
 
     def _require_finite(self, step: int, metrics: Metrics) -> None:
@@ -376,7 +378,7 @@ class _Run:
         return (
             f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es), "
             f"mesh {dict(self.setup.mesh.shape)}; {num_members} models of {num_params:,} parameters; "
-            f"{self.num_steps} steps of {num_members} x {self.task.tokens_per_step(stage):,} tokens and "
+            f"{self.num_steps} steps, each of {num_members} x {self.task.tokens_per_step(stage):,} tokens and "
             f"{num_members * self.task.flops_per_step(stage) / 1e9:.3g} GFLOP"
         )
 

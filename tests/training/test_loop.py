@@ -13,7 +13,7 @@ import pytest
 
 import attnorm
 from attnorm.data.counting import position_only_mse
-from attnorm.training import loop, optimizer
+from attnorm.training import loop, metrics, optimizer, throughput
 from attnorm.training import workdir as files
 from attnorm.training.checkpoint import Checkpointer
 from attnorm.training.ensemble import make_groups
@@ -121,8 +121,17 @@ def test_an_optimizer_that_is_kept_has_seen_every_step(tiny, tmp_path):
     assert counts and all(np.all(count == 4) for count in counts)
 
 
-@pytest.mark.parametrize("restored_step", [3, 6])
-def test_a_resumed_run_is_bit_equal(tiny, finished_run, tmp_path, restored_step):
+@pytest.mark.parametrize("restored_step", [3, 6, 9])
+def test_a_resumed_run_is_bit_equal(tiny, finished_run, tmp_path, restored_step, monkeypatch):
+    restarts = {metrics.Progress: [], throughput.Pace: []}
+    for owner, name in ((metrics.Progress, "restart_clock"), (throughput.Pace, "restart")):
+        restart = getattr(owner, name)
+
+        def record(self, step, owner=owner, restart=restart):
+            restarts[owner].append(step)
+            restart(self, step)
+
+        monkeypatch.setattr(owner, name, record)
     workdir = tmp_path / "run"
     shutil.copytree(finished_run, workdir)
     for step in checkpoint_steps(workdir):
@@ -133,6 +142,9 @@ def test_a_resumed_run_is_bit_equal(tiny, finished_run, tmp_path, restored_step)
     assert exact(workdir) == exact(finished_run)
     states = (jax.device_get(final_state(tiny, path)) for path in (workdir, finished_run))
     jax.tree.map(np.testing.assert_array_equal, *states)
+    # The steps that waited for a compilation tell no pace: the first, and that of the next stage.
+    for steps in restarts.values():
+        assert {restored_step + 1, max(7, restored_step + 1)} <= set(steps)
 
 
 def test_a_finished_run_rewrites_its_report_only(tiny, finished_run, tmp_path, capsys):
