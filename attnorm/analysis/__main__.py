@@ -178,7 +178,9 @@ def _selection(options: argparse.Namespace) -> list[Path]:
             for field in dataclasses.fields(Options)
             if field.name in given
         }
-        measured = dataclasses.replace(options_that_fit(source.max_length), **chosen)
+        measured = dataclasses.replace(
+            options_that_fit(source.max_length, chosen.get("lengths", ())), **chosen
+        )
         text = None if options.text is None else read_text(options.text)
         texts = command.make_texts(source, text, measured)
         rules = command.parse_rules(options.normalizer)

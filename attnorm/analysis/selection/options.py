@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import numbers
+from collections.abc import Sequence
 
 VECTORS = ("embedding", "layer_input", "values")
 AGGREGATES = ("norms", "vector")
@@ -120,18 +121,24 @@ def _require(condition, name, got, wanted):
         raise ValueError(f"{name} must be {wanted}, got {got}")
 
 
-def options_that_fit(max_length: int) -> Options:
-    """The defaults, without the lengths that a model cannot read and the N that do not fit below them.
+def options_that_fit(max_length: int, lengths: Sequence[int] = ()) -> Options:
+    """The defaults, with these lengths or all that a model can read, and without the N that do not fit below them.
+
+    Raises:
+      TypeError, ValueError: as :class:`Options`, of the lengths.
 
     >>> from attnorm.analysis.selection.options import options_that_fit
     >>> options = options_that_fit(64)
     >>> options.lengths, options.num_selected
     ((32, 64), (1, 5, 10, 20))
+    >>> options_that_fit(64, lengths=(4, 8)).num_selected_by_length
+    3
     """
     default = Options()
-    lengths = tuple(L for L in default.lengths if L <= max_length) or (max_length,)
+    readable = tuple(L for L in default.lengths if L <= max_length) or (max_length,)
+    chosen = Options(lengths=tuple(lengths) or readable, num_selected=(1,), num_selected_by_length=1).lengths
     return Options(
-        lengths=lengths,
-        num_selected=tuple(N for N in default.num_selected if N < lengths[-1]),
-        num_selected_by_length=min(default.num_selected_by_length, lengths[0] - 1),
+        lengths=chosen,
+        num_selected=tuple(N for N in default.num_selected if N < chosen[-1]),
+        num_selected_by_length=min(default.num_selected_by_length, chosen[0] - 1),
     )

@@ -196,6 +196,14 @@ def test_default_options_fit_every_model():
         assert options.num_selected[-1] < options.lengths[-1]
 
 
+def test_default_numbers_fit_the_lengths_that_are_given():
+    options = options_that_fit(1024, lengths=(64, 32))
+    assert (options.lengths, options.num_selected) == ((32, 64), (1, 5, 10, 20))
+    assert options_that_fit(1024, lengths=(4, 8)).num_selected_by_length == 3
+    with pytest.raises(ValueError, match="^lengths must be at least 1, got 0"):
+        options_that_fit(1024, lengths=(0,))
+
+
 def test_negative_weights_are_measured_and_their_bounds_left_open():
     rng = np.random.default_rng(0)
     source = Given(rng.normal(size=(2, 8, 8)) * 3, rng.normal(size=(8, 2)))
