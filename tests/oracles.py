@@ -214,14 +214,14 @@ def magnitude(x):
     return np.where(x.real < 0, -x, x)
 
 
-def erf(x):
+def erfc(x):
     """To first order in the imaginary part."""
-    real = np.vectorize(math.erf, otypes=[float])(x.real)
-    return real if np.isrealobj(x) else real + 1j * x.imag * 2 / np.sqrt(np.pi) * np.exp(-(x.real**2))
+    real = np.vectorize(math.erfc, otypes=[float])(x.real)
+    return real if np.isrealobj(x) else real - 1j * x.imag * 2 / np.sqrt(np.pi) * np.exp(-(x.real**2))
 
 
 def gelu(x):
-    return x * (1 + erf(x / np.sqrt(2))) / 2
+    return x * erfc(-x / np.sqrt(2)) / 2
 
 
 def log_one_plus_exp(x):

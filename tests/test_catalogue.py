@@ -1,5 +1,9 @@
-"""The tables of normalisers, from the registry, the docstrings and the measurements."""
+"""The tables of normalisers, from the registry, the docstrings and the measurements.
 
+What is asked of each is tested by its name, so that ``-k NAME`` says what a new one still lacks.
+"""
+
+import functools
 import inspect
 import json
 import re
@@ -20,6 +24,9 @@ ROOT = Path(__file__).parents[1]
 UNCHECKED = "critical scale_invariant affine reluformer polynomial stieltjes asentmax elastic".split()
 
 
+NAMES = pytest.mark.parametrize("name", attnorm.normalizer_names())
+
+
 def cells(markdown):
     """By name, the cells of its row, the first with its mark."""
     lines = [line for line in markdown.splitlines()[2:] if line.startswith("|")]
@@ -27,47 +34,55 @@ def cells(markdown):
     return {row[0].split("`")[1]: row for row in rows}
 
 
-def test_every_normaliser_has_a_row_with_its_formula_and_source():
-    rows = cells(table())
+@functools.cache
+def rows_of(made):
+    """Those of one table, made once for all names."""
+    return cells(made())
+
+
+@NAMES
+def test_it_has_a_row_with_its_formula_and_source(name):
+    _, formula, params, source = rows_of(table)[name]
+    rule = attnorm.get_normalizer(name)
+    assert re.search(r"\bs(_j)?\b", formula)
+    names = [param.partition(" = ")[0] for param in params.split(", ") if param]
+    learned = {param.strip("*") for param in names if param.startswith("**")}
+    assert learned == set(rule.learned) & {param.strip("*") for param in names}
+    assert len(names) == len(inspect.signature(registry._RULES[name]).parameters)
+    assert source, f"the docstring of attnorm.{name} wants a line that begins with Source:"
+    doc = getattr(attnorm, name).__doc__
+    assert set(re.findall(r"\[(.*?)\]", source)) == set(
+        re.findall(r"arXiv (\d[\d.]*\d)", doc.partition("Source:")[2])
+    )
+    assert source.endswith("†") or not ("be checked" in doc or name in UNCHECKED)
+
+
+def test_rows_stand_in_the_order_of_the_registry_and_show_what_is_known():
+    rows = rows_of(table)
     assert list(rows) == list(attnorm.normalizer_names())
-    for name, (_, formula, params, source) in rows.items():
-        rule = attnorm.get_normalizer(name)
-        assert re.search(r"\bs(_j)?\b", formula), name
-        names = [param.partition(" = ")[0] for param in params.split(", ") if param]
-        learned = {param.strip("*") for param in names if param.startswith("**")}
-        assert learned == set(rule.learned) & {param.strip("*") for param in names}, name
-        assert len(names) == len(inspect.signature(registry._RULES[name]).parameters), name
-        assert source, name
-        doc = getattr(attnorm, name).__doc__
-        assert set(re.findall(r"\[(.*?)\]", source)) == set(
-            re.findall(r"arXiv (\d[\d.]*\d)", doc.partition("Source:")[2])
-        )
-        assert source.endswith("†") or not ("be checked" in doc or name in UNCHECKED), name
     assert not [name for name in ("l2", "yarn", "sigmoid", "entmax") if "†" in rows[name][3]]
     assert rows["lp"][2] == "**p** = 2" and rows["yarn"][2] == "r = 1"
 
 
-def test_marks_are_those_of_every_rule_that_parameters_make():
+@NAMES
+def test_its_mark_is_that_of_every_rule_that_parameters_make(name):
     meanings = {"": {0}, "●": {2}, "◐": {0, 2}}
-    for name, (shown, *_) in cells(table()).items():
-        found = set()
-        for _, params in oracles.choices(name):
-            served = implementations_of(attnorm.get_normalizer(name, **oracles.as_arrays(params, heads=4)))
-            assert {"reference", "chunked"} <= set(served), name
-            found.add(len({"pallas_tpu", "pallas_gpu"} & set(served)))
-        assert found == meanings[shown.rpartition("`")[2].strip()], name
+    found = set()
+    for _, params in oracles.choices(name):
+        served = implementations_of(attnorm.get_normalizer(name, **oracles.as_arrays(params, heads=4)))
+        assert {"reference", "chunked"} <= set(served)
+        found.add(len({"pallas_tpu", "pallas_gpu"} & set(served)))
+    assert found == meanings[rows_of(table)[name][0].rpartition("`")[2].strip()]
 
 
-def test_every_normaliser_that_chunked_serves_is_measured():
-    measured = {
-        name
-        for run in json.loads((ROOT / "attnorm" / "bench" / "results" / "cost.json").read_text())["runs"]
-        for name in run["ratios"]
-    }
-    served = {
-        name for name in attnorm.normalizer_names() if "chunked" in implementations_of(contenders.rule(name))
-    }
-    assert not served - measured
+@NAMES
+def test_it_is_measured_if_chunked_serves_it(name):
+    runs = json.loads((ROOT / "attnorm" / "bench" / "results" / "cost.json").read_text())["runs"]
+    measured = {name for run in runs for name in run["ratios"] if run["settings"]["length"] == 2048}
+    assert name in measured or "chunked" not in implementations_of(contenders.rule(name)), (
+        f"{name} is not measured: on idle cores, python -m attnorm.bench --cost --normalizers {name} "
+        "--out attnorm/bench/results/cost.json"
+    )
 
 
 def test_costs_are_those_of_the_committed_reports():
@@ -126,7 +141,7 @@ def test_what_was_not_measured_is_a_dash_and_the_newest_report_counts(tmp_path, 
     assert costs().endswith("At length 4096 entmax15 takes 3.50 times as long as softmax forward.")
 
 
-@pytest.mark.parametrize("name", attnorm.normalizer_names())
+@NAMES
 def test_function_and_rule_have_the_same_parameters_and_defaults(name):
     function = inspect.signature(getattr(attnorm, name)).parameters
     own = {k: x.default for k, x in function.items() if k not in ("logits", "axis", "where", "position")}
@@ -158,10 +173,28 @@ def test_all_texts_on_adding_a_normaliser_ask_for_the_same():
             assert asked in text, asked
 
 
-@pytest.mark.parametrize(
+TABLES = pytest.mark.parametrize(
     ("path", "arguments", "made"),
     [("README.md", "", table), ("attnorm/bench/README.md", " --costs", costs)],
+    ids=["formulas", "costs"],
 )
+
+
+def committed(path, arguments):
+    """What follows the comment that says where a table comes from."""
+    return (ROOT / path).read_text().split(f"<!-- python -m attnorm.catalogue{arguments} -->\n")[1]
+
+
+@TABLES
 def test_the_committed_tables_are_these(path, arguments, made):
-    mark = f"<!-- python -m attnorm.catalogue{arguments} -->\n"
-    assert (ROOT / path).read_text().split(mark)[1].startswith(made() + "\n")
+    assert committed(path, arguments).startswith(made() + "\n")
+
+
+@NAMES
+@TABLES
+def test_the_committed_tables_have_its_row(name, path, arguments, made):
+    row = cells(committed(path, arguments).partition("\n\n")[0]).get(name)
+    assert row == rows_of(made)[name], (
+        f"{path} has another row for {name}, or none: put there what "
+        f"`python -m attnorm.catalogue{arguments}` prints"
+    )

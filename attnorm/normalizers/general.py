@@ -180,7 +180,8 @@ def gelu_l2(
 ) -> Float[Array, "..."]:
     """L2-normalised gelu: ``sqrt(n) gelu(s_j) / sqrt(Σ_k gelu(s_k)²)``, n the number of keys. Signed.
 
-    Arguments and errors as in :func:`attnorm.lp`.
+    0 in rows of logits that are all below -9 or so: float32 cannot hold the squares of their gelu. Arguments and errors
+    as in :func:`attnorm.lp`.
 
     Source: "gelu_l2_norm" in the code of TokenFormer, arXiv 2410.23168.
 

@@ -12,7 +12,7 @@ import attnorm
 from attnorm.normalizers import matrix
 from tests import oracles
 from tests.checks import double_precision
-from tests.oracles import FORMULAS, ORACLES
+from tests.oracles import ORACLES
 
 FUNCTIONS = {name: getattr(attnorm, name) for name in ORACLES}
 CHOICES = [choice for name in FUNCTIONS for choice in oracles.choices(name)]
@@ -33,13 +33,6 @@ def expected_weights(name, logits, where, params):
             row_params = {k: float(x[row]) for k, x in rows.items()}
             weights[row, seen] = ORACLES[name].weights(np, logits[row, seen], **row_params)[0]
     return weights
-
-
-def test_every_registered_name_is_a_function_and_has_an_oracle():
-    names = set(attnorm.normalizer_names())
-    assert names <= set(attnorm.__all__)
-    assert all(callable(getattr(attnorm, name)) for name in names)
-    assert names == set(ORACLES | FORMULAS) and not set(ORACLES) & set(FORMULAS)
 
 
 @pytest.mark.parametrize("name, params", CHOICES)
