@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from attnorm.dropout import Dropout
 from attnorm.masks import Visibility
 from attnorm.normalizers import Normalizer, get_normalizer
-from attnorm.normalizers.rule import checked_floating
+from attnorm.normalizers.rule import checked_floating, checked_rule
 
 # No index reaches it, and sums of two such numbers stay inside int32.
 _BEYOND_ALL = 2**30 - 1
@@ -155,7 +155,7 @@ def checked_normalizer(normalizer: str | Normalizer) -> Normalizer:
         return get_normalizer(normalizer)
     if not isinstance(normalizer, Normalizer):
         raise TypeError(f"normalizer must be a name or a Normalizer, got {normalizer!r}")
-    return normalizer
+    return checked_rule(normalizer)
 
 
 def _checked_inputs(query, key, value):
@@ -178,8 +178,10 @@ def _checked_inputs(query, key, value):
     if H == 0 or key.shape[-1] != H:
         raise ValueError(f"key must have query's head dim {H}, at least 1, got shape {key.shape}")
     if "value" in named and named["value"].shape[-3:-1] != (S, K):
-        got = named["value"].shape
-        raise ValueError(f"value must have key's length and heads (S, K) = ({S}, {K}), got shape {got}")
+        raise ValueError(
+            "key and value must have the same length and heads (S, K), "
+            f"got key of shape {key.shape} and value of shape {named['value'].shape}"
+        )
     if K == 0 or N % K:
         hint = ""
         if N > 4 * T:

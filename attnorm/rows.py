@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from attnorm.normalizers.rule import Normalizer
+from attnorm.normalizers.rule import Normalizer, checked_terms
 
 # Rows whose products are taken at once, to use one from each.
 _ROWS_MULTIPLIED = 16
@@ -23,7 +23,7 @@ def num_statistics(normalizer: Normalizer) -> int:
     """How many statistics a row has."""
     number = jnp.float32(0)
     numbers = jax.tree.map(lambda _: number, normalizer)
-    return len(jax.eval_shape(lambda rule: rule.terms(number, number), numbers)[1])
+    return len(jax.eval_shape(lambda rule: checked_terms(rule, number, number), numbers)[1])
 
 
 def row_products(

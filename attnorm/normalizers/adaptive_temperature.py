@@ -14,7 +14,7 @@ _FIT = (-0.037, 0.481, -2.3, 4.917, -1.791)
 _LEAST_ENTROPY = 0.5
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AdaptiveTemperature(Normalizer):
     """The rule of :func:`adaptive_temperature`."""
 

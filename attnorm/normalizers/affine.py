@@ -12,7 +12,7 @@ from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.rule import Normalizer, checked_parameter, of_weighted
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Affine(Normalizer):
     """The rule: f = exp(s - m) and 1, and the statistics are their sums."""
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from attnorm.normalizers.learned import Learned
-from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array
+from attnorm.normalizers.rule import Normalizer, checked_parameter, is_array, undefined
 
 
 class _WithConstant(Normalizer):
     """The rule: f = h = exp(s - m), g = 1 / (h + exp(c - m)), with c the logit of the constant."""
 
     def _constant(self) -> Array | float:
-        raise NotImplementedError
+        raise undefined(self, "_constant()")
 
     def terms(self, s, m):
         f = jnp.exp(s - m)
@@ -40,7 +40,7 @@ class _WithConstant(Normalizer):
         return norm + jnp.exp(self._constant() - m)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Sink(_WithConstant):
     """The rule of :func:`sink`."""
 
@@ -56,7 +56,7 @@ class Sink(_WithConstant):
         return self.b
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SoftmaxPlusN(_WithConstant):
     """The rule of :func:`softmax_plus_n`."""
 

@@ -13,7 +13,7 @@ from attnorm.normalizers.rule import checked_parameter
 from attnorm.normalizers.tsallis import Leveled
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Elastic(Leveled):
     """The rule of :func:`elastic`: a map of softmax weights, which must be known first."""
 

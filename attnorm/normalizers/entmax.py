@@ -26,7 +26,7 @@ def make_entmax15() -> Tsallis:
     return Tsallis(1.5)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Stieltjes(Leveled):
     """The rule of :func:`stieltjes`: Tsallis weights of q s with α = 1 - 1/q."""
 
@@ -48,7 +48,7 @@ class Stieltjes(Leveled):
         return self.q * s
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ASEntmax(Leveled):
     """The rule of :func:`asentmax`."""
 

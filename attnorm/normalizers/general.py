@@ -41,7 +41,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _OfTemperature(Lp):
     p: float | Array = 1.0
     T: float | Array = 1.0
@@ -59,7 +59,7 @@ class _OfTemperature(Lp):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class GeneralExp(_OfTemperature):
     """The rule of :func:`general` for F = exp, whose maximum can be taken out."""
 
@@ -67,7 +67,7 @@ class GeneralExp(_OfTemperature):
         return super().terms(jnp.maximum(s - m, LOWEST_DIFFERENCE) / self.T, 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class General(_OfTemperature):
     """The rule of :func:`general` for any other F: f = F(s / T), h = \\|f\\|^p, g = h^(-1/p)."""
 
@@ -104,7 +104,7 @@ def make_general(F: str = "softplus", p: float | Array = 1.0, T: float | Array =
     return General(p, T, F)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class GeluL2(Normalizer):
     """The rule of :func:`gelu_l2`: f = gelu(s), statistics f² and 1."""
 
@@ -123,7 +123,7 @@ class GeluL2(Normalizer):
         return jnp.where(squares > 0, jnp.sqrt(count) * jax.lax.rsqrt(jnp.where(squares > 0, squares, 1)), 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class L2Gelu(Normalizer):
     """:func:`l2_gelu` needs the norm of the logits before their gelu, so two passes."""
 

@@ -38,7 +38,7 @@ def _is_finite(x):
     return abs(x) < math.inf
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SSMax(MappedSoftmax):
     """The rule of :func:`ssmax`."""
 
@@ -56,7 +56,7 @@ class SSMax(MappedSoftmax):
         return s * (self.h * jnp.log(place.count) + self.c)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LogN(MappedSoftmax):
     """The rule of :func:`log_n`."""
 
@@ -73,7 +73,7 @@ class LogN(MappedSoftmax):
         return s * jnp.maximum(jnp.log(place.count) / jnp.log(self.n_train), self.floor)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SqrtLogN(MappedSoftmax):
     """The rule of :func:`sqrt_log_n`."""
 
@@ -83,7 +83,7 @@ class SqrtLogN(MappedSoftmax):
         return s * jnp.sqrt(2 * jnp.log(place.count))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Critical(MappedSoftmax):
     """The rule of :func:`critical`."""
 
@@ -99,7 +99,7 @@ class Critical(MappedSoftmax):
         return s * (self.gamma * jnp.log(place.count))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class YaRN(MappedSoftmax):
     """The rule of :func:`yarn`."""
 
@@ -112,7 +112,7 @@ class YaRN(MappedSoftmax):
         return s * jnp.square(0.1 * jnp.log(self.r) + 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Llama4(MappedSoftmax):
     """The rule of :func:`llama4`."""
 
@@ -130,7 +130,7 @@ class Llama4(MappedSoftmax):
         return s * (1 + self.attn_scale * jnp.log(steps + 1))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ScaleInvariant(MappedSoftmax):
     """The rule of :func:`scale_invariant`."""
 
@@ -146,7 +146,7 @@ class ScaleInvariant(MappedSoftmax):
         return jnp.sqrt(growth + 1) * s - growth
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ALiBi(MappedSoftmax):
     """The rule of :func:`alibi`."""
 

@@ -28,7 +28,7 @@ LOWEST_LEARNED = 1e-5  # what rounds to less in float32 is still in the range
 _TIE_TOLERANCE = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Lp(Normalizer):
     """The rule for finite p: f = exp(s - m), h = exp(p (s - m)), g = h^(-1/p)."""
 
@@ -70,7 +70,7 @@ class Lp(Normalizer):
         return jnp.where(visible, m + jnp.log(jnp.where(visible, norm, 1)) / self.p, -jnp.inf)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class LInf(Normalizer):
     """The rule for p = ∞: f = exp(s - m) with m = max s, so g = 1 and λ = m.
 

@@ -13,7 +13,7 @@ from attnorm.normalizers.learned import Learned
 from attnorm.normalizers.rule import Normalizer, checked_parameter, of_weighted
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class NAP(Normalizer):
     """The rule: f = d and 1, statistics 1, d and d², with d = s - m and m the mean so far (and its number of keys).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from attnorm.normalizers.rule import Normalizer, of_weighted
+from attnorm.normalizers.rule import Normalizer, of_weighted, undefined
 
 
 class Pointwise(Normalizer):
@@ -15,7 +15,7 @@ class Pointwise(Normalizer):
 
     def weight(self, s: Array) -> Array:
         """The weight of a finite logit, but for the row's factor."""
-        raise NotImplementedError
+        raise undefined(self, "weight(s), the weight of one logit")
 
     def factor(self, n: Array) -> Array:
         """What n >= 1 keys multiply the weights by."""

@@ -13,7 +13,7 @@ from attnorm.normalizers.rule import is_array, static_field
 _LARGEST_POWER = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Polynomial(Pointwise):
     """The rule of :func:`polynomial`."""
 

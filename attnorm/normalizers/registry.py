@@ -136,13 +136,15 @@ def get_normalizer(name: str, **params) -> Normalizer:
         raise TypeError(f"normalizer must be a name, got {name!r}")
     if name not in _RULES:
         close = difflib.get_close_matches(name.lower(), _RULES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         if name in _OF_MATRICES:
-            hint = f"; {name} needs more than a row of logits: attnorm.normalizers.matrix.{name}, for dense weights"
+            hint = f" ({name} needs more than a row of logits: attnorm.normalizers.matrix.{name}, for dense weights)"
         base = name.partition("(")[0]
         if base != name and base in _RULES:
-            hint = f"; parameters are given by keyword: get_normalizer({base!r}, ...)"
-        raise ValueError(f"normalizer must be one of {', '.join(_RULES)}, got {name!r}{hint}")
+            hint = f" (parameters are given by keyword: get_normalizer({base!r}, ...))"
+        raise ValueError(
+            f"normalizer must be one of normalizer_names(), got {name!r}{hint}; they are {', '.join(_RULES)}"
+        )
     accepted = inspect.signature(_RULES[name]).parameters
     for param in params:
         if param not in accepted:

@@ -14,7 +14,7 @@ from attnorm.normalizers.pointwise import Pointwise
 from attnorm.normalizers.rule import checked_parameter, static_field
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class OverCount(Pointwise):
     """The rule of :func:`relu`, :func:`squared_relu` and :func:`softplus`: F(s) / n^α."""
 
@@ -35,7 +35,7 @@ class OverCount(Pointwise):
         return jnp.exp(-self.alpha * jnp.log(n))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ReLUFormer(Pointwise):
     """The rule of :func:`reluformer`."""
 

@@ -9,6 +9,11 @@ A normaliser is three scalar functions of a logit ``s`` and a reference ``m`` (t
 and the weights are ``g · f``. The dense weights below, the O(T)-memory attention and the fused kernels
 are all derived from these three, gradients included.
 
+Nothing more is asked where every term is ``exp(c (s - m))``, or where none depends on m (``uses_max = False``). A rule
+with any other terms says in ``rescale`` what carries them from one m to a larger one, as softpick.py does. Or its
+weight is exp of a mapped logit, ``needs = frozenset({"map"})``, as in length.py: that keeps the digits of very negative
+logits, where such a term as 1 + tanh(s) is 0 in float32, but no fused kernel serves it.
+
 A rule may ask for more, and says so in ``needs``: a map of the logits that knows where they stand, or the whole row
 at once. Every implementation says which of these it serves.
 """
@@ -27,6 +32,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from attnorm.normalizers.learned import Learned
+
+# What a rule may need, see Normalizer.needs.
+_NEEDS = frozenset({"map", "position", "count", "distance", "rows", "numerators", "erf", "level"})
 
 
 def is_array(value: Any) -> bool:
@@ -105,13 +113,18 @@ class Place:
     distance: Array | None = None
 
 
+def undefined(rule: Normalizer, function: str) -> NotImplementedError:
+    """The error of a function that the rule's class must define."""
+    return NotImplementedError(f"{type(rule).__name__} must define {function}")
+
+
 def static_field(default: Any) -> Any:
     """A field of a rule that is no number and never traced, such as the name of a function."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 class Normalizer:
-    """Base class of the rules: a frozen dataclass (with ``eq=False``) that is also a pytree.
+    """Base class of the rules: a frozen dataclass that is also a pytree.
 
     A parameter given as a Python float is static: part of the tree structure, compared by value, so equal
     instances share one compilation; :func:`checked_parameter`, in ``__post_init__``, makes floats of whole numbers. A parameter given as an array is a leaf: it can be traced, mapped,
@@ -123,6 +136,9 @@ class Normalizer:
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        # The decorator leaves what a class has: its own functions would compare arrays as if they were numbers.
+        for name in ("__eq__", "__hash__"):
+            setattr(cls, name, getattr(cls, name))
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten, cls._unflatten)
 
     # The rule.
@@ -163,22 +179,22 @@ class Normalizer:
 
     def map_logits(self, s: Array, place: Place) -> Array:
         """The logits that the terms are given, from finite ones and from where they stand."""
-        raise NotImplementedError
+        raise undefined(self, 'map_logits(s, place), for it needs "map"')
 
     def terms(self, s: Array, m: Array) -> tuple[Array, tuple[Array, ...]]:
         """Numerator and statistics of one logit: ``f, (h_0, ...)``.
 
         All vanish at ``s = -inf`` (see :func:`of_weighted`); a row of zero statistics has no gradient.
         """
-        raise NotImplementedError
+        raise undefined(self, "terms(s, m), the numerator and a tuple of statistics")
 
     def row_weights(self, s: Array, visible: Array, place: Place, axis: int) -> Array:
         """For a rule that needs "rows": the weights of finite logits; what stands at hidden keys is dropped."""
-        raise NotImplementedError
+        raise undefined(self, 'row_weights(s, visible, place, axis), for it needs "rows"')
 
     def finalize(self, stats: tuple[Array, ...], m: Array) -> Array:
         """The row factor g, from the summed statistics. 0, with zero gradients, for an empty row."""
-        raise NotImplementedError
+        raise undefined(self, "finalize(stats, m), the row factor")
 
     def log_norm(self, stats: tuple[Array, ...], m: Array) -> Array | None:
         """The log-norm λ with ``weights = exp(s - λ)``, or None where the weights have no such form."""
@@ -202,7 +218,7 @@ class Normalizer:
     def rescale(self, m_old: Array, m_new: Array) -> tuple[Array, tuple[Array, ...]]:
         """Factors that carry the numerator and the statistics from one reference to a larger one.
 
-        Terms are homogeneous in exp(s), so what a past row sum owes is what a key of logit m_old would; terms
+        As it stands for terms exp(c (s - m)): what a past row sum owes is then what a key of logit m_old would. Terms
         without m owe nothing.
         """
         if self.uses_max:
@@ -237,6 +253,7 @@ class Normalizer:
           TypeError: logits that are not floating point, or a ``where`` that is not boolean.
           ValueError: an axis out of range, or a ``where`` or ``position`` that does not broadcast to the logits.
         """
+        checked_rule(self)
         logits = checked_floating("logits", logits)
         if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
             raise TypeError(f"axis must be an int, got {axis!r}")
@@ -293,7 +310,7 @@ class Normalizer:
     def _flatten(self):
         # Whatever is not a number is a leaf: JAX also unflattens with placeholders in place of arrays.
         if not dataclasses.is_dataclass(self):
-            raise TypeError(f"{type(self).__name__} must be decorated: @dataclass(frozen=True, eq=False)")
+            raise TypeError(f"{type(self).__name__} must be decorated: @dataclass(frozen=True)")
         leaves, static = [], []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -311,6 +328,35 @@ class Normalizer:
         for name, value in static:
             object.__setattr__(self, name, next(leaves) if value is None else value)
         return self
+
+
+def checked_rule(rule: Normalizer) -> Normalizer:
+    """The rule, if its class is written as attention takes it."""
+    name = type(rule).__name__
+    leaves, _ = rule._flatten()
+    if not rule.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"{name} must be frozen: @dataclass(frozen=True)")
+    needs = rule.needs
+    if not isinstance(needs, frozenset | set) or needs - _NEEDS:
+        raise TypeError(f"needs of {name} must be a frozenset of words of {sorted(_NEEDS)}, got {needs!r}")
+    for key, field in leaves:
+        for value in jax.tree.leaves(field):
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number and not hasattr(value, "dtype"):
+                raise TypeError(
+                    f"{key.name} of {name} must be a number or an array, or else a static_field, got {value!r}"
+                )
+    return rule
+
+
+def checked_terms(rule: Normalizer, s: Array, m: Array) -> tuple[Array, tuple[Array, ...]]:
+    """The rule's terms, if they are a numerator and a tuple of statistics."""
+    terms = rule.terms(s, m)
+    if not isinstance(terms, tuple) or len(terms) != 2 or not isinstance(terms[1], tuple):
+        raise TypeError(
+            f"terms of {type(rule).__name__} must give a numerator and a tuple of statistics, got {terms!r}"
+        )
+    return terms
 
 
 def prepared(
@@ -347,11 +393,7 @@ def evaluate(
         return jnp.where(visible, normalizer.row_weights(s, visible, place, axis), 0), None
     start = jax.tree.map(lambda m: jnp.asarray(m, s.dtype), normalizer.start(float(jnp.finfo(s.dtype).min)))
     m = jax.lax.stop_gradient(normalizer.next_reference(start, s, axis))
-    f, stats = normalizer.terms(s, m)
-    if not isinstance(stats, tuple):
-        raise TypeError(
-            f"terms of {type(normalizer).__name__} must give a numerator and a tuple of statistics, got {stats!r}"
-        )
+    f, stats = checked_terms(normalizer, s, m)
     if visible is not None:
         f, stats = jax.tree.map(lambda x: jnp.where(visible, x, 0), (f, stats))
     stats = tuple(jnp.sum(h, axis=axis, keepdims=True) for h in stats)
@@ -386,7 +428,7 @@ def nothing_seen(normalizer: Normalizer, rows: tuple[int, ...], width: int, dtyp
     """The state of rows before their first key, (..., width) and (..., 1)."""
     start = normalizer.start(float(jnp.finfo(dtype).min))
     m = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x, dtype), (*rows, 1)), start)
-    f, stats = jax.eval_shape(normalizer.terms, jnp.zeros((*rows, 1), dtype), m)
+    f, stats = jax.eval_shape(functools.partial(checked_terms, normalizer), jnp.zeros((*rows, 1), dtype), m)
     sums = jax.tree.map(lambda _: jnp.zeros((*rows, width), dtype), f)
     return Partial(sums, m, tuple(jnp.zeros((*rows, 1), dtype) for _ in stats))
 

@@ -12,7 +12,7 @@ from attnorm.normalizers.lp import slope_of_extremum, ties
 from attnorm.normalizers.rule import Normalizer, of_weighted
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SASoftmax(Normalizer):
     """The rule: f = s exp(s - m) and exp(s - m), with m the row's maximum and smallest logit.
 

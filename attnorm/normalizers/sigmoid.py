@@ -14,7 +14,7 @@ from attnorm.normalizers.pointwise import Pointwise
 from attnorm.normalizers.rule import Normalizer, checked_parameter
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Sigmoid(Pointwise):
     """The rule of :func:`sigmoid` for a given bias."""
 
@@ -30,7 +30,7 @@ class Sigmoid(Pointwise):
         return jax.nn.sigmoid(s + self.b)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SigmoidOfCount(Pointwise):
     """The rule of :func:`sigmoid` for b = -log n."""
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from attnorm.normalizers.rule import Normalizer, checked_parameter, of_weighted
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Softpick(Normalizer):
     """The rule: f = relu(e^s - 1) e^-m, h = \\|e^s - 1\\| e^-m, g = 1 / (h + ε e^-m), with m >= 0."""
 

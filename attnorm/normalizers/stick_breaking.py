@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from attnorm.normalizers.rule import Normalizer
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StickBreaking(Normalizer):
     """The rule of :func:`stick_breaking`. The order of the keys matters."""
 

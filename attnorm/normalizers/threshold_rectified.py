@@ -14,7 +14,7 @@ from attnorm.normalizers.pointwise import Pointwise
 from attnorm.normalizers.rule import checked_parameter
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ThresholdRectified(Pointwise):
     """The rule of :func:`threshold_rectified`."""
 

@@ -13,7 +13,7 @@ from attnorm.normalizers.lp import Lp
 from attnorm.normalizers.rule import Normalizer, Place, evaluate, is_array, static_field
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TopK(Normalizer):
     """The rule of :func:`top_k`."""
 

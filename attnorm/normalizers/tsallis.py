@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from attnorm.normalizers.learned import Learned
-from attnorm.normalizers.rule import Normalizer, Place, checked_parameter, is_array
+from attnorm.normalizers.rule import Normalizer, Place, checked_parameter, is_array, undefined
 
 # Beyond 2 the slope p^(2-α) has no bound; below, a row's weights are as good as equal.
 ALPHA_RANGE = (0.1, 2.0)
@@ -59,7 +59,7 @@ class Leveled(Normalizer):
 
     @property
     def alpha(self) -> float | Array:
-        raise NotImplementedError
+        raise undefined(self, "alpha")
 
     def spread(self, p: Array, place: Place) -> Array:
         """The weight of a visible key from its Tsallis weight."""
@@ -229,7 +229,7 @@ def _log1p_ratio(y):
     return jnp.where(small, series, jnp.log1p(far) / far)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tsallis(Leveled):
     """The rule of :func:`attnorm.entmax`."""
 

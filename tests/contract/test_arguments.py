@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import attnorm
 from attnorm.arguments import Options, WeightsOptions
+from attnorm.normalizers.pointwise import Pointwise
 from tests.contract.helpers import make_arrays
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
@@ -45,9 +47,13 @@ REFUSED = {
     "value of another length": (
         {"value": zeros(B, 6, K, H)},
         ValueError,
-        ["value", "(2, 6, 2, 8)", "(7, 2)"],
+        ["key and value", "value of shape (2, 6, 2, 8)", "key of shape (2, 7, 2, 8)"],
     ),
-    "value of other heads": ({"value": zeros(B, S, 4, H)}, ValueError, ["value", "(2, 7, 4, 8)", "(7, 2)"]),
+    "value of other heads": (
+        {"value": zeros(B, S, 4, H)},
+        ValueError,
+        ["key and value", "value of shape (2, 7, 4, 8)", "key of shape (2, 7, 2, 8)"],
+    ),
     "value of another batch": ({"value": zeros(1, S, K, H)}, ValueError, ["value", "(1, 7, 2, 8)", "2"]),
     "heads that do not divide": (
         {"key": zeros(B, S, 3, H), "value": zeros(B, S, 3, H)},
@@ -208,7 +214,7 @@ def test_bad_arguments_are_refused_before_anything_runs():
         ("softmax_plus_n", {"n": -1.0}, ValueError, ["n ", "-1.0"]),
         ("softmax_plus_n", {"n": math.nan}, ValueError, ["n ", "nan"]),
         ("softmax_plus_n", {"n": jnp.array(0.0)}, ValueError, ["n ", "positive"]),
-        ("sofmax", {}, ValueError, ["'sofmax'", "softmax", *attnorm.normalizer_names()]),
+        ("sofmax", {}, ValueError, ["'sofmax' (did you mean 'softmax'?)", *attnorm.normalizer_names()]),
         (None, {}, TypeError, ["normalizer", "None"]),
     ],
 )
@@ -234,6 +240,113 @@ def test_a_normalizer_without_log_norm_says_so():
     query, key, value = make_arrays(B, T, S, N, K, H)
     with pytest.raises(ValueError, match=r"return_log_norm.*Sigmoid.*no log-norm"):
         attnorm.dot_product_attention(query, key, value, normalizer=Sigmoid(), return_log_norm=True)
+
+
+@dataclass(frozen=True)
+class Whole(attnorm.Normalizer):
+    """Softmax; the rules below lack a part of it each."""
+
+    def terms(self, s, m):
+        f = jnp.exp(s - m)
+        return f, (f,)
+
+    def finalize(self, stats, m):
+        return 1 / stats[0]
+
+
+@dataclass(frozen=True)
+class WithoutTerms(attnorm.Normalizer):
+    finalize = Whole.finalize
+
+
+@dataclass(frozen=True)
+class WithoutFinalize(attnorm.Normalizer):
+    terms = Whole.terms
+
+
+@dataclass(frozen=True)
+class WithoutMap(Whole):
+    needs = frozenset({"map"})
+
+
+@dataclass(frozen=True)
+class WithoutRowWeights(Whole):
+    needs = frozenset({"rows"})
+
+
+@dataclass(frozen=True)
+class WithoutWeight(Pointwise):
+    pass
+
+
+@dataclass(frozen=True)
+class WithoutTuple(Whole):
+    def terms(self, s, m):
+        f = jnp.exp(s - m)
+        return f, f
+
+
+@dataclass(frozen=True)
+class NeedsWord(Whole):
+    needs = "map"
+
+
+@dataclass(frozen=True)
+class NeedsLetters(Whole):
+    needs = frozenset("map")
+
+
+@dataclass(frozen=True)
+class WithText(Whole):
+    F: str = "x"
+
+
+@dataclass(frozen=True)
+class WithSwitch(Whole):
+    is_on: bool = True
+
+
+@dataclass(frozen=True)
+class WithFunction(Whole):
+    F: Callable = jnp.exp
+
+
+class Undecorated(attnorm.Normalizer):
+    terms, finalize = Whole.terms, Whole.finalize
+
+
+@dataclass
+class NotFrozen(attnorm.Normalizer):
+    terms, finalize = Whole.terms, Whole.finalize
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (WithoutTerms, r"WithoutTerms must define terms\(s, m\), the numerator and a tuple of statistics"),
+        (WithoutFinalize, r"WithoutFinalize must define finalize\(stats, m\)"),
+        (WithoutMap, r'WithoutMap must define map_logits\(s, place\), for it needs "map"'),
+        (WithoutRowWeights, r'WithoutRowWeights must define row_weights\(.*\), for it needs "rows"'),
+        (WithoutWeight, r"WithoutWeight must define weight\(s\)"),
+        (WithoutTuple, "terms of WithoutTuple must give a numerator and a tuple of statistics, got"),
+        (NeedsWord, "needs of NeedsWord must be a frozenset of words of .*'map'.*, got 'map'"),
+        (NeedsLetters, r"needs of NeedsLetters must be .*, got frozenset\(.*'p'"),
+        (WithText, "F of WithText must be a number or an array, or else a static_field, got 'x'"),
+        (WithSwitch, "is_on of WithSwitch must be .* a static_field, got True"),
+        (WithFunction, "F of WithFunction must be .* a static_field, got <"),
+        (Undecorated, r"Undecorated must be decorated: @dataclass\(frozen=True\)"),
+        (NotFrozen, r"NotFrozen must be frozen: @dataclass\(frozen=True\)"),
+    ],
+)
+def test_a_rule_that_is_not_complete_says_what_it_lacks(rule, message):
+    """In attention in O(T) memory, where it would be traced, and as dense weights."""
+    query, key, value = make_arrays(B, T, S, N, K, H)
+    for call in (
+        lambda: attnorm.dot_product_attention(query, key, value, normalizer=rule(), implementation="chunked"),
+        lambda: rule().weights(jnp.zeros(3)),
+    ):
+        with pytest.raises((TypeError, NotImplementedError), match=message):
+            call()
 
 
 @pytest.mark.parametrize(

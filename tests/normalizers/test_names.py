@@ -1,5 +1,6 @@
 """What is asked of every normaliser by its name in the registry, so that ``-k NAME`` tests a new one."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,6 +51,33 @@ def test_no_digits_are_lost_far_from_zero(name):
                 f"weights of {name} at logits of {shift} ± 1 differ by {error:.1g} of their largest from the formula: "
                 "terms in float32 lose their digits there; see attnorm/normalizers/rule.py, on exp of a mapped logit"
             )
+
+
+CARRIED = [
+    name
+    for name in NAMES
+    if "rows" not in (rule := attnorm.get_normalizer(name)).needs
+    and type(rule).carry is attnorm.Normalizer.carry
+]
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_its_factors_carry_its_terms_from_one_reference_to_another(name):
+    rule = attnorm.get_normalizer(name)
+    m_old, m_new = jnp.float32(2), jnp.float32(3.5)
+    f, stats = rule.terms(jnp.float32(LOGITS), m_old)
+    factor, factors = rule.rescale(m_old, m_new)
+    got = f * factor, tuple(h * r for h, r in zip(stats, factors, strict=True))
+    for ours, expected in zip(
+        jax.tree.leaves(got), jax.tree.leaves(rule.terms(jnp.float32(LOGITS), m_new)), strict=True
+    ):
+        np.testing.assert_allclose(
+            ours,
+            expected,
+            rtol=2e-6,
+            err_msg=f"rescale of {name} must give the factors from terms(s, {m_old}) to terms(s, {m_new}): "
+            "the one of Normalizer serves exp(c (s - m)) alone",
+        )
 
 
 def test_gelu_l2_vanishes_where_float32_cannot_hold_its_squares():
