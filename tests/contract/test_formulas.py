@@ -45,6 +45,11 @@ CHOICES = [choice for name in FORMULAS for choice in oracles.choices(name)]
 FIRST = {name: choice for choice, (name, _) in reversed(list(enumerate(CHOICES)))}
 
 
+def shown(choice):
+    """The id of a test, for ``-k NAME``."""
+    return f"{CHOICES[choice][0]}-{choice}"
+
+
 def restrictions(shape):
     """Each choice of parameters is checked under one of these, in turn."""
     B, T, S = shape[:3]
@@ -115,14 +120,16 @@ def test_chunked(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "choice", [c for c, (name, _) in enumerate(CHOICES) if name in CHUNKED and c != FIRST[name]]
+    "choice",
+    [c for c, (name, _) in enumerate(CHOICES) if name in CHUNKED and c != FIRST[name]],
+    ids=shown,
 )
 def test_chunked_with_other_parameters(choice):
     check(choice, "chunked")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", range(len(CHOICES)))
+@pytest.mark.parametrize("choice", range(len(CHOICES)), ids=shown)
 def test_reference(choice):
     check(choice, "reference")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from attnorm import kernels
-from tests.contract.test_formulas import CHOICES, Shape, check
+from tests.contract.test_formulas import CHOICES, Shape, check, shown
 from tests.kernels.conftest import INTERPRET
 from tests.kernels.features import is_served
 
@@ -13,7 +13,7 @@ KERNELS = {"pallas_tpu": INTERPRET, "pallas_gpu": kernels.Config(gpu="portable",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [k for k, choice in enumerate(CHOICES) if is_served(*choice)])
+@pytest.mark.parametrize("choice", [k for k, choice in enumerate(CHOICES) if is_served(*choice)], ids=shown)
 def test_formula(choice):
     for implementation, config in KERNELS.items():
         with kernels.config(config):
