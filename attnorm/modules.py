@@ -44,8 +44,8 @@ class NormalizedAttention(nnx.Module):
     Raises:
       ValueError: an unknown normaliser, a parameter out of range or that cannot be learned, a size below 1, in_features that
         num_heads does not divide, or heads that num_key_value_heads does not.
-      TypeError: a parameter that the normaliser does not have, a size that is no whole number, or names in another
-        form.
+      TypeError: a parameter that the normaliser does not have, a size that is no whole number, names in another form, or
+        other ``rngs``.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
@@ -76,6 +76,9 @@ class NormalizedAttention(nnx.Module):
         implementation: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
+        if not isinstance(rngs, nnx.Rngs) or not {"params", "default"} & set(rngs):
+            got = list(rngs) if isinstance(rngs, nnx.Rngs) else repr(rngs)
+            raise TypeError(f'rngs must be an nnx.Rngs with a "params" or "default" stream, got {got}')
         self.family = NormalizerFamily.of(normalizer, parameters, learned)
         self.dropout_rate = dropout_rate
         self.implementation = implementation
@@ -123,7 +126,8 @@ class NormalizedAttention(nnx.Module):
         **options: Any,
     ) -> Float[Array, "B T D"] | Float[Array, "T D"]:
         """The attention of x to ``x_kv``, by default to itself; options of :func:`attnorm.dot_product_attention`."""
-        x_kv = x if x_kv is None else x_kv
+        (features,) = self.query.in_features
+        x, x_kv = _inputs(x, x_kv, features, features)
         attended = dot_product_attention(
             self.query(x),
             self.key(x_kv),
@@ -180,6 +184,7 @@ class LinenNormalizedAttention(linen.Module):
     ) -> Float[Array, "B T D"] | Float[Array, "T D"]:
         """As of :class:`NormalizedAttention`."""
         family = NormalizerFamily.of(self.normalizer, self.parameters, self.learned)
+        x, x_kv = _inputs(x, x_kv, self._features("query"), self._features("key"))
         heads, head_dim = _heads(
             self.num_heads,
             self.num_key_value_heads,
@@ -188,7 +193,6 @@ class LinenNormalizedAttention(linen.Module):
             self.out_features,
             self.dropout_rate,
         )
-        x_kv = x if x_kv is None else x_kv
 
         def project(name, features, axis=-1):
             return linen.DenseGeneral(
@@ -220,6 +224,12 @@ class LinenNormalizedAttention(linen.Module):
             **options,
         )
         return project("out", self.out_features or x.shape[-1], axis=(-2, -1))(attended)
+
+    def _features(self, projection: str) -> int | None:
+        """Those of the inputs that a projection was initialised with; None where it is not yet."""
+        if not self.has_variable("params", projection):
+            return None
+        return self.get_variable("params", projection)["kernel"].shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +272,24 @@ class NormalizerFamily:
     def normalizer(self, unbounded: Mapping[str, jax.Array]) -> Normalizer:
         values = {name: parameter.value(unbounded[name]) for name, parameter in self.learned}
         return get_normalizer(self.name, **dict(self.fixed), **values)
+
+
+def _inputs(
+    x: Array, x_kv: Array | None, features: int | None, features_kv: int | None
+) -> tuple[Array, Array]:
+    """x and x_kv, by default x, if the projections take them; None features: of any number."""
+    x_kv = x if x_kv is None else x_kv
+    for name, inputs in {"x": x, "x_kv": x_kv}.items():
+        if not hasattr(inputs, "shape"):
+            raise TypeError(f"{name} must be an array, got {type(inputs).__name__}")
+    if x.ndim not in (2, 3) or features not in (None, x.shape[-1]):
+        D = "D" if features is None else features
+        raise ValueError(f"x must have shape (B, T, {D}) or (T, {D}), got {x.shape}")
+    same_rows = x_kv.ndim == x.ndim and x_kv.shape[:-2] == x.shape[:-2]
+    if not same_rows or features_kv not in (None, x_kv.shape[-1]):
+        wanted = (*x.shape[:-2], "S", "D" if features_kv is None else features_kv)
+        raise ValueError(f"x_kv must have shape ({', '.join(map(str, wanted))}), got {x_kv.shape}")
+    return x, x_kv
 
 
 def _heads(

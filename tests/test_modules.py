@@ -117,6 +117,44 @@ def test_dropout_only_with_a_key():
 
 
 @pytest.mark.parametrize(
+    "x, x_kv, error, words",
+    [
+        (np.zeros((2, 5, 17)), None, ValueError, r"^x must .* \(B, T, 16\) or \(T, 16\), got \(2, 5, 17\)"),
+        (np.zeros(16), None, ValueError, r"^x must have shape \(B, T, .*\), got \(16,\)"),
+        (np.zeros((1, 2, 5, 16)), None, ValueError, r"^x must have shape .*, got \(1, 2, 5, 16\)"),
+        (X, np.zeros((2, 7, 17)), ValueError, r"^x_kv must have shape \(2, S, 16\), got \(2, 7, 17\)"),
+        (X, np.zeros((3, 7, 16)), ValueError, r"^x_kv must have shape \(2, S, 16\), got \(3, 7, 16\)"),
+        (X, np.zeros((7, 16)), ValueError, r"^x_kv must have shape \(2, S, 16\), got \(7, 16\)"),
+        ([1.0], None, TypeError, "^x must be an array, got list"),
+        (X, "x", TypeError, "^x_kv must be an array, got str"),
+    ],
+)
+def test_bad_inputs(x, x_kv, error, words):
+    with pytest.raises(error, match=words):
+        NormalizedAttention(4, 16, rngs=nnx.Rngs(0))(x, x_kv)
+    layer = LinenNormalizedAttention(num_heads=4)
+    kernels = {name: {"kernel": np.zeros((16, 4, 4))} for name in ("query", "key")}
+    with pytest.raises(error, match=words):
+        layer.apply({"params": kernels}, x, x_kv)
+
+
+def test_inputs_of_linen_may_have_other_features_where_keys_come_from():
+    layer, x_kv = LinenNormalizedAttention(num_heads=4), jnp.ones((2, 3, 10))
+    params = jax.eval_shape(layer.init, jax.random.key(0), X, x_kv)
+    assert params["params"]["value"]["kernel"].shape == (10, 4, 4)
+    with pytest.raises(ValueError, match=r"^x_kv must have shape \(2, S, 10\), got \(2, 12, 16\)"):
+        jax.eval_shape(layer.apply, params, X)
+
+
+@pytest.mark.parametrize(
+    "rngs, got", [(0, "0"), (None, "None"), (nnx.Rngs(dropout=0), r"\['dropout'\]")], ids=str
+)
+def test_bad_rngs(rngs, got):
+    with pytest.raises(TypeError, match=f'rngs must be an nnx.Rngs with a "params" .*, got {got}'):
+        NormalizedAttention(4, 16, rngs=rngs)
+
+
+@pytest.mark.parametrize(
     "options, error, words",
     [
         ({"normalizer": "l2", "learned": ("p",)}, ValueError, r"learned .* got 'p'"),
