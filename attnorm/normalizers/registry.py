@@ -3,7 +3,8 @@
 Beside the rule it has a function of that name in this folder, with the rule's parameters, the formula in double
 backticks and a line ``Source:`` in its docstring, exported by ``__init__.py`` (import and ``__all__``); its formula in
 ``FORMULAS`` of tests/oracles.py; and a row in the tables of README.md and attnorm/bench/README.md, which
-``python -m attnorm.catalogue`` prints, the second with ``--costs``.
+``python -m attnorm.catalogue`` prints, the second with ``--costs``, from what
+``python -m attnorm.bench --cost --normalizers NAME --out attnorm/bench/results/cost.json`` measures.
 """
 
 from __future__ import annotations
