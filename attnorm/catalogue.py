@@ -91,7 +91,7 @@ def _row(name):
     rule = attnorm.get_normalizer(name)
     text = " ".join((inspect.getdoc(function) or "").split())
     weights = re.search(r"``(.*?)``", text)
-    assert weights, f"the docstring of {name} begins with its weights"
+    assert weights, f"the docstring of {name} wants its weights in double backticks"
     formula = weights[1].replace("|", "\\|")
     source = re.search(r"Source: (.*?)\.?(?: >>>|$)", text)
     params = ", ".join(
