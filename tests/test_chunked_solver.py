@@ -156,7 +156,7 @@ def test_no_array_of_length_times_length():
 VISITS = []
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Watched(Tsallis):
     """Tsallis that notes the tiles whose weights it is asked for."""
 

@@ -211,7 +211,7 @@ def test_windows_that_cannot_be(error, options, message):
         attnorm.windowed_attention(**options)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Both(Normalizer):
     needs = frozenset({"map", "distance", "position"})
 
