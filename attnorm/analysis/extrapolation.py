@@ -137,8 +137,7 @@ def table(curves: Curves) -> str:
 def draw(curves: Curves, path: Path) -> None:
     """Draws the loss against position, a line for each variant, and replaces the image as a whole."""
     with _style():
-        figure = Figure(figsize=(6.8, 4.2), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = _axes(curves.losses)
         for name, points, style in _lines(curves.losses):
             _draw_spread(axes, points, name, style)
         axes.axhline(curves.unigram_entropy, color="0.35", linewidth=1, linestyle="--")
@@ -273,8 +272,7 @@ def _draw_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         variant = tuple(row[name] for name in VARIANT[:-1])
         losses.setdefault(variant, {}).setdefault(row["step"], {})[row["seed"]] = row["loss"]
     with _style():
-        figure = Figure(figsize=(6.8, 4.2), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = _axes(losses)
         for name, points, style in _lines(losses):
             _draw_spread(axes, points, name, style)
         axes.set_xlabel("updates")
@@ -282,6 +280,12 @@ def _draw_training(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_title("Loss in training (median, min-max over seeds)", fontsize=12)
         _finish(axes)
         write_atomically(path, png_bytes(figure))
+
+
+def _axes(losses):
+    """Those of a figure with room for two columns of names below."""
+    figure = Figure(figsize=(6.8, 4.2 + 0.1 * len(losses)), layout="constrained")
+    return figure, figure.subplots()
 
 
 def _lines(losses):
@@ -302,24 +306,38 @@ def _draw_spread(axes, points: Mapping[int, BySeed], name: str, style: Mapping[s
 
 
 def _finish(axes) -> None:
-    axes.legend(frameon=False, fontsize=9)
+    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
 
 
 def _names(variants: Mapping[Variant, Any]) -> Mapping[Variant, str]:
-    """Names that tell what differs."""
-    columns = [set(values) for values in zip(*variants, strict=True)]
-    differing = [index for index, values in enumerate(columns) if len(values) > 1] or [0]
+    """The normaliser, and what else differs and is there."""
+    differing = [len(set(values)) > 1 for values in zip(*variants, strict=True)]
     return {
-        variant: ", ".join(_word(VARIANT[index], variant[index]) for index in differing)
+        variant: ", ".join(
+            _word(name, value)
+            for name, value, differs in zip(VARIANT, variant, differing, strict=False)
+            if name == "normalizer" or (differs and _is_told(name, value, variant))
+        )
         for variant in variants
     }
+
+
+def _is_told(name: str, value: str, variant: Variant) -> bool:
+    if name == "eval_rope_scaling":
+        return value != variant[VARIANT.index("rope_scaling")]
+    return name == "position" or value != "none"
 
 
 def _words(variant: Variant) -> str:
     return ", ".join(f"{name} {value}" for name, value in zip(VARIANT, variant, strict=True))
 
 
-def _word(column: str, value: str) -> str:
-    return value if column in ("normalizer", "position") else f"{column.replace('_', ' ')} {value}"
+def _word(name: str, value: str) -> str:
+    prefix = {
+        "position": "position ",
+        "rope_scaling": "trained with ",
+        "eval_rope_scaling": "evaluated with ",
+    }
+    return prefix.get(name, "") + value
