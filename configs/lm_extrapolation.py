@@ -10,10 +10,10 @@
         --config.ensemble.normalizers="('log_n(n_train=128)', 'ssmax')"
     python -m attnorm.analysis extrapolation runs/e3* --out results/extrapolation
 
-Hardware: 2 CPU cores, offline. Time on one core, two runs side by side: 13 to 22 minutes a run, 12 with AVnorm.
+Hardware: 2 CPU cores, offline. Time: 13 to 22 minutes a run, 12 with AVnorm, on one core, two side by side.
 With :published, one node of 8 GPUs or a TPU slice (an estimate), and a corpus with documents of at least
 65,536 tokens in data/tokens, which `python -m attnorm.data` writes; the controls are then log_n(n_train=2048).
-Expected (medians of 3 seeds, attnorm/analysis/results/extrapolation; with :learning_rate=2e-3, better at the trained length,
+Expected: medians of 3 seeds (attnorm/analysis/results/extrapolation; with :learning_rate=2e-3, better at the trained length,
 .../learning_rate_2e-3), loss at positions 64-127 / 256-511 / 2048-4095:
 softmax 1.66/2.73/3.52, with YaRN in evaluation 2.51/2.72/2.79, in training 1.65/3.33/3.73; L2 1.85/2.88/4.43,
 2.57/2.78/2.80, 1.74/3.44/3.77; AVnorm 1.79/2.69/3.31, 2.65/2.77/2.89, 1.74/3.42/3.95. The controls were not run.

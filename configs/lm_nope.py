@@ -7,7 +7,7 @@
 
 Hardware: 2 CPU cores, offline. Time: 24 minutes, and 10 to 12 with each output norm, on one core, two runs side by side.
 With :published as configs/lm_extrapolation.py.
-Expected (medians of 3 seeds, attnorm/analysis/results/nope), loss at positions 64-127 / 256-511 / 2048-4095: softmax
+Expected: medians of 3 seeds (attnorm/analysis/results/nope), loss at positions 64-127 / 256-511 / 2048-4095: softmax
 2.46/2.58/2.50; L2 2.51/2.80/3.51; head_layer 2.54/2.62/2.50; global_layer 2.55/2.63/2.51.
 Published, one run each, loss at 2k/8k/64k: softmax 3.75/9.12/10.64; head_layer
 3.83/5.71/6.18; head_rms 3.84/5.70/6.21; global_layer 3.84/5.55/5.88.

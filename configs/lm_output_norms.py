@@ -7,7 +7,7 @@
 
 Hardware: 2 CPU cores, offline. Time: 10 to 13 minutes a run on one core, two of them side by side.
 With :published as configs/lm_extrapolation.py.
-Expected (medians of 3 seeds, attnorm/analysis/results/output_norms), loss at positions 64-127 / 256-511 / 2048-4095:
+Expected: medians of 3 seeds (attnorm/analysis/results/output_norms), loss at positions 64-127 / 256-511 / 2048-4095:
 none 1.66/2.73/3.52; head_layer 1.79/2.69/3.31; head_rms 1.77/2.67/3.49; global_layer 1.78/2.71/3.49.
 Published, one finetuned run each, loss at 2k/8k/64k: none 3.32/3.84/5.99;
 head_layer 3.37/3.83/5.40; head_rms 3.36/3.82/5.40; global_layer 3.37/3.88/5.81. To finetune, as was done
