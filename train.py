@@ -6,9 +6,9 @@
     python train.py --aot=v5e:4x4 --config=configs/lm_1b.py
 
 The workdir holds config.json, metrics.jsonl and .csv, tensorboard/, checkpoints/ and the results, of language models
-also data.json, what their text was. Stop a run at any moment; the same command resumes it. --config.a.b=value changes a value of the config.
---profile_steps=10-12 writes a trace of these steps. --aot compiles the train step and the evaluation for a TPU
-topology, of which nothing needs to be there but libtpu, and prints what they would take.
+also data.json, what their text was. Stop a run at any moment; the same command resumes it. --config.a.b=value changes
+a value of the config. --profile_steps=10-12 writes a trace of these steps. --aot compiles the train step and the
+evaluation for a TPU topology, of which nothing needs to be there but libtpu, and prints what they would take.
 """
 
 import importlib.util

@@ -229,7 +229,8 @@ class LinenNormalizedAttention(linen.Module):
         """Those of the inputs that a projection was initialised with; None where it is not yet."""
         if not self.has_variable("params", projection):
             return None
-        return self.get_variable("params", projection)["kernel"].shape[0]
+        # A kernel may be in a box with the names of its axes.
+        return linen.meta.unbox(self.get_variable("params", projection))["kernel"].shape[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,25 @@
     python train.py --workdir=runs/e3_sqrt --config=configs/lm_extrapolation.py:output_rescale=sqrt_position
     python train.py --workdir=runs/e3_controls --config=configs/lm_extrapolation.py \
         --config.ensemble.normalizers="('log_n(n_train=128)', 'ssmax')"
-    python -m attnorm.analysis extrapolation runs/e3* --out results/extrapolation
+    python -m attnorm.analysis extrapolation runs/e3 runs/e3_avnorm runs/e3_trained_yarn \
+        runs/e3_avnorm_trained_yarn --out results/extrapolation
+    python -m attnorm.analysis extrapolation runs/e3 runs/e3_sqrt --out results/output_rescale
+
+and with a lower learning rate:
+
+    python train.py --workdir=runs/e3_2e-3 --config=configs/lm_extrapolation.py:learning_rate=2e-3
+    python train.py --workdir=runs/e3_avnorm_2e-3 \
+        --config=configs/lm_extrapolation.py:learning_rate=2e-3,output_norm=head_layer
+    python -m attnorm.analysis extrapolation runs/e3_2e-3 runs/e3_avnorm_2e-3 --out results/learning_rate_2e-3
 
 Hardware: 2 CPU cores, offline. Time: 13 to 22 minutes a run, 12 with AVnorm, on one core, two side by side.
 With :published, one node of 8 GPUs or a TPU slice (an estimate), and a corpus with documents of at least
 65,536 tokens in data/tokens, which `python -m attnorm.data` writes; the controls are then log_n(n_train=2048).
-Expected: medians of 3 seeds (attnorm/analysis/results/extrapolation; with :learning_rate=2e-3, better at the trained length,
-.../learning_rate_2e-3), loss at positions 64-127 / 256-511 / 2048-4095:
+Expected: medians of 3 seeds (attnorm/analysis/results/extrapolation), loss at positions 64-127 / 256-511 / 2048-4095:
 softmax 1.66/2.73/3.52, with YaRN in evaluation 2.51/2.72/2.79, in training 1.65/3.33/3.73; L2 1.85/2.88/4.43,
-2.57/2.78/2.80, 1.74/3.44/3.77; AVnorm 1.79/2.69/3.31, 2.65/2.77/2.89, 1.74/3.42/3.95. The controls were not run.
+2.57/2.78/2.80, 1.74/3.44/3.77; AVnorm 1.79/2.69/3.31, 2.65/2.77/2.89, 1.74/3.42/3.95; with sqrt_position softmax
+1.81/2.61/4.43, L2 1.96/2.82/6.37. With learning rate 2e-3, better at the trained length, softmax 1.64/2.68/3.31, L2
+1.75/3.03/4.55, AVnorm 1.77/2.65/3.49. The controls were not run.
 Published, one run of 4000 steps each, loss at 2k/8k/64k: softmax with a rescale in
 training 3.31/7.28/7.45, without 3.31/4.70/6.89; AVnorm with it 3.31/4.82/6.29, without 3.31/4.24/6.72.
 """

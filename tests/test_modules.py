@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import attnorm
 from attnorm.modules import LinenNormalizedAttention, NormalizedAttention
@@ -136,6 +136,16 @@ def test_bad_inputs(x, x_kv, error, words):
     kernels = {name: {"kernel": np.zeros((16, 4, 4))} for name in ("query", "key")}
     with pytest.raises(error, match=words):
         layer.apply({"params": kernels}, x, x_kv)
+
+
+def test_parameters_of_linen_may_carry_the_names_of_their_axes():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    layer = LinenNormalizedAttention(num_heads=2, normalizer="l2")
+    variables = layer.init(jax.random.key(1), x)
+    boxed = jax.tree.map(lambda leaf: linen.Partitioned(leaf, names=(None,) * leaf.ndim), variables)
+    np.testing.assert_array_equal(layer.apply(boxed, x), layer.apply(variables, x))
+    with pytest.raises(ValueError, match=r"^x must have shape \(B, T, 8\)"):
+        layer.apply(boxed, x[..., :7])
 
 
 def test_inputs_of_linen_may_have_other_features_where_keys_come_from():
