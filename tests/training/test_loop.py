@@ -144,9 +144,8 @@ def test_a_resumed_run_is_bit_equal(tiny, finished_run, tmp_path, restored_step,
     jax.tree.map(np.testing.assert_array_equal, *states)
     # The steps that waited for a compilation tell no pace: the first, and that of the next stage.
     for step in {restored_step + 1, max(7, restored_step + 1)}:
-        is_evaluated = (
-            step % 4 == 0
-        )  # which starts both clocks again, as a row of metrics does that of its pace
+        # An evaluation starts both clocks again, as a row of metrics does that of its pace.
+        is_evaluated = step % tiny["eval_every"] == 0
         assert restarts[metrics.Progress].count(step) == 1 + is_evaluated
         assert restarts[throughput.Pace].count(step) == 2 + is_evaluated
 
